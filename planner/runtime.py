@@ -1,0 +1,174 @@
+"""Runtime: what a training framework can do and how it behaves, as facts.
+
+A runtime is a file in `planner/runtimes/`; its fields are facts with unit, kind and source, like those
+of hardware. Formulas read these fields and never branch on a runtime's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from hwprofiles.profile import Fact
+
+RUNTIME_DIR = Path(__file__).parent / "runtimes"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Behaviour of one training framework.
+
+    Capabilities
+    ------------
+    zero_stages, schedules, recompute, cp_kinds, offloads, precisions, optimizers
+        What it offers, names as in `planner.layout` and `planner.specs`.
+    zero_with_pp
+        ZeRO stages that may be combined with pp > 1.
+    hsdp
+        Whether one sharded copy may span part of the data-parallel ranks.
+    sequence_parallel
+        Tensor parallelism also splits norms and residual stream over the sequence.
+    kv_replication
+        tp may exceed num_key_value_heads (one must divide the other).
+    expert_tp
+        Experts may be split over their own tensor-parallel degree.
+    uneven_stages
+        Pipeline ranks may hold different numbers of layers.
+    interleaved_multiple
+        Interleaved schedules need micro-batches in whole multiples of pp.
+    vocab_multiple
+        Vocabulary is padded to a multiple of this times tp.
+
+    Memory, bytes per parameter unless said
+    ---------------------------------------
+    weight_bytes, grad_bytes, master_bytes
+        Compute copy, accumulated gradient, fp32 master copy in mixed precision (0: the weights
+        themselves are the master). Optimizer moments come from the optimizer.
+    step_grad_bytes
+        Extra copy of owned gradients while the optimizer steps.
+    weight_shard_is_master
+        ZeRO-3 (and FSDP with any reshard) keeps only the fp32 master shard; compute copies exist in
+        the unsharded window alone.
+    fp8_weight_copy_bytes
+        Cached fp8 copies of GEMM weights beside the bf16 weight.
+    fsdp_forward_units, fsdp_backward_weight_units, fsdp_backward_grad_bytes
+        Unsharded layers alive at once, forward and backward, and bytes of gradient per parameter of
+        one layer in flight.
+    zero3_pp_keeps_stage
+        With pp > 1 a stage's parameters stay unsharded through the step (weight_bytes +
+        reduce_bytes more per stage parameter).
+    bucket_elements
+        Gradient bucket, elements; 0: one bucket a layer.
+    context_bytes, comm_bytes_per_group, cublas_workspace_bytes
+        Per process: CUDA context and kernels; NCCL buffers per communicator; GEMM workspace.
+    allocator_fraction
+        Reserved over allocated, minus one.
+    logit_bytes_kept, logit_bytes_peak
+        Bytes per logit kept until its backward, and at the peak.
+
+    Time
+    ----
+    reduce_bytes, gather_bytes
+        Element size of gradient reduction and parameter gathering.
+    reduce_op
+        all_reduce or reduce_scatter when optimizer state is sharded (zero 1 and 2).
+    reduce_every_microbatch
+        ZeRO stages that reduce gradients in every micro-batch.
+    overlap_grad_reduce, overlap_param_gather
+        Share of that traffic that may hide behind compute.
+    overlap_p2p
+        Schedules whose pipeline sends hide behind compute.
+    tp_overlap_fraction, cp_overlap_fraction, ep_overlap_fraction
+        Share of that traffic hidden when compute is long enough.
+    comm_sm_fraction
+        Share of SMs that running collectives take from compute that overlaps them.
+    pass_bytes
+        Bytes moved per token and per unit of width by memory-bound operations, forward and
+        backward: see `planner.flops.PASSES` for the names.
+    launches
+        Kernels launched from the host: per layer forward and backward by part (``attention``,
+        ``mlp``, ``moe``, ``tp``, ``recompute`` ...).
+    moe_host_sync_s
+        Host time per MoE layer and micro-batch spent waiting for split sizes.
+    attention_kernels
+        Preferred attention kernel by device architecture.
+    step_bytes_full, step_bytes_owned
+        HBM traffic of the optimizer step per local and per owned parameter, without the moments.
+    selective_modules
+        What the policy ``selective`` recomputes: core_attention, norm, activation, moe_activation,
+        mlp, moe, mla_up_projection, matmul_half (every second matmul).
+    """
+
+    name: str
+    title: str
+    zero_stages: tuple[int, ...]
+    zero_with_pp: tuple[int, ...]
+    schedules: tuple[str, ...]
+    recompute: tuple[str, ...]
+    selective_modules: tuple[str, ...]
+    cp_kinds: tuple[str, ...]
+    offloads: tuple[str, ...]
+    precisions: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    max_tp: int
+    max_pp: int
+    max_cp: int
+    max_ep: int
+    hsdp: bool
+    sequence_parallel: bool
+    kv_replication: bool
+    expert_tp: bool
+    uneven_stages: bool
+    interleaved_multiple: bool
+    vocab_multiple: int
+    weight_bytes: float
+    grad_bytes: float
+    master_bytes: float
+    step_grad_bytes: float
+    weight_shard_is_master: bool
+    fp8_weight_copy_bytes: float
+    fsdp_forward_units: float
+    fsdp_backward_weight_units: float
+    fsdp_backward_grad_bytes: float
+    zero3_pp_keeps_stage: bool
+    bucket_elements: float
+    context_bytes: float
+    comm_bytes_per_group: float
+    cublas_workspace_bytes: float
+    allocator_fraction: float
+    logit_bytes_kept: float
+    logit_bytes_peak: float
+    reduce_bytes: float
+    gather_bytes: float
+    reduce_op: str
+    reduce_every_microbatch: tuple[int, ...]
+    overlap_grad_reduce: float
+    overlap_param_gather: float
+    overlap_p2p: tuple[str, ...]
+    tp_overlap_fraction: float
+    cp_overlap_fraction: float
+    ep_overlap_fraction: float
+    comm_sm_fraction: float
+    moe_host_sync_s: float
+    step_bytes_full: float
+    step_bytes_owned: float
+    pass_bytes: Mapping[str, float] = field(default_factory=dict)
+    launches: Mapping[str, float] = field(default_factory=dict)
+    attention_kernels: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+
+@lru_cache
+def load_runtime(name: str) -> Runtime:
+    """The runtime called `name`, from its file in `planner/runtimes/`.
+
+    Raises
+    ------
+    ProfileError
+        Unknown name, unknown or missing field, a number without unit, kind or source.
+    """
+    from planner.runtimes.loader import read_runtime
+
+    return read_runtime(RUNTIME_DIR / f"{name}.toml")
