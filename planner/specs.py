@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
+ATTENTION_KINDS = ("gqa", "mla", "gated-delta-net", "mamba2", "none")  # gqa covers MHA and MQA
 OPTIMIZERS = ("adamw", "adam", "adamw-bf16", "adamw-8bit", "sgd", "muon", "lion", "adafactor")
 
 
@@ -16,10 +17,15 @@ OPTIMIZERS = ("adamw", "adam", "adamw-bf16", "adamw-8bit", "sgd", "muon", "lion"
 class AttentionSpec:
     """Self-attention of one layer kind.
 
-    `kind` is ``gqa`` (covers MHA and MQA) or ``mla``. Widths are per head. For MLA `head_dim` is the
-    query-key width (nope + rope) and `v_head_dim` the value width. `window` is the sliding or chunked
-    window in tokens (None: full). `qk_norm`: ``none``, ``head`` (one weight of head_dim each for q
-    and k) or ``full`` (weights over all heads).
+    `kind` is one of `ATTENTION_KINDS`. Widths are per head. For MLA `head_dim` is the query-key width
+    (nope + rope) and `v_head_dim` the value width. `window` is the sliding or chunked window in tokens
+    (None: full). `qk_norm`: ``none``, ``head`` (one weight of head_dim each for q and k) or ``full``
+    (weights over all heads).
+
+    The linear kinds use the same fields, by the duality of state-space models and attention:
+    ``gated-delta-net`` has `num_key_value_heads` key heads of `head_dim` and `num_attention_heads`
+    value heads of `v_head_dim`; ``mamba2`` has `num_key_value_heads` groups of state width `head_dim`
+    and `num_attention_heads` heads of `v_head_dim`. ``none`` (a block without mixer) has head_dim 0.
     """
 
     num_attention_heads: int
@@ -36,7 +42,12 @@ class AttentionSpec:
     sinks: bool = False  # one learned logit per head (gpt-oss)
     gate: bool = False  # output gate as wide as the query (Qwen3-Next)
     window: int | None = None
+    chunked: bool = False  # windows are fixed chunks (Llama-4) and do not slide
     causal: bool = True
+    conv_kernel: int = 0  # linear kinds: width of the causal convolution
+    index_n_heads: int = 0  # DeepSeek sparse attention: heads of the indexer (0: dense)
+    index_head_dim: int = 0
+    index_topk: int = 0  # keys that each query attends to
 
     @property
     def v_dim(self) -> int:
@@ -68,7 +79,8 @@ class MoeSpec:
     shared_gate: bool = False  # a sigmoid gate per token on the shared expert (Qwen2-MoE)
     router_bias: bool = False  # a trained bias vector, one value an expert
     expert_bias: bool = False
-    aux_free_bias: bool = False  # DeepSeek-V3 correction bias: a parameter without a gradient
+    aux_free_bias: bool = False  # DeepSeek-V3 correction bias: a buffer, not a counted parameter
+    latent_size: int = 0  # width at which routed experts work (Nemotron-3; 0: hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
