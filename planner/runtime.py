@@ -40,6 +40,15 @@ class Runtime:
         Interleaved schedules need micro-batches in whole multiples of pp.
     vocab_multiple
         Vocabulary is padded to a multiple of this times tp.
+    ulysses_kv_replication
+        Ulysses may use more ranks than key-value heads (one must divide the other).
+    ring_window
+        Ring attention works with sliding-window layers.
+    microbatches_at_least_pp
+        Schedules that refuse fewer micro-batches than pipeline stages.
+    split_backward_zero
+        ZeRO stages that may be combined with a schedule that splits the backward pass (zero-bubble,
+        dualpipe) when there is more than one data-parallel rank.
 
     Memory, bytes per parameter unless said
     ---------------------------------------
@@ -154,6 +163,10 @@ class Runtime:
     moe_host_sync_s: float
     step_bytes_full: float
     step_bytes_owned: float
+    ulysses_kv_replication: bool = False
+    ring_window: bool = False
+    microbatches_at_least_pp: tuple[str, ...] = ()
+    split_backward_zero: tuple[int, ...] = (0, 1, 2, 3)
     pass_bytes: Mapping[str, float] = field(default_factory=dict)
     launches: Mapping[str, float] = field(default_factory=dict)
     attention_kernels: Mapping[str, str] = field(default_factory=dict)
@@ -162,7 +175,7 @@ class Runtime:
 
 @lru_cache
 def load_runtime(name: str) -> Runtime:
-    """The runtime called `name`, from its file in `planner/runtimes/`.
+    """Give the runtime called `name`, from its file in `planner/runtimes/`.
 
     Raises
     ------
