@@ -1,0 +1,186 @@
+"""The front door: the command `shardwise`, and the names for ``import shardwise``.
+
+Each room parses and prints its own commands, in a module that is imported when its command is
+called: ``--help`` imports nothing, and ``plan`` no room that it does not need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+__all__ = ["main"]
+
+
+class Command(NamedTuple):
+    """Where a command lives (`module:attribute`, a typer app or function) and its line of help."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "plan": Command("planner.cli:plan", "find the best layout of a model on a cluster"),
+    "estimate": Command("planner.cli:estimate", "time and memory of one layout that you name"),
+    "models": Command("planner.models_cli:models", "list the models, or count one"),
+    "hardware": Command("planner.hardware_cli:app", "list the clusters and devices, or show one"),
+}
+
+NAMES = {
+    "plan": "planner.api",
+    "estimate": "planner.api",
+    "load_model": "planner.presets_index",
+    "load_cluster": "hwprofiles.loader",
+    "load_plan": "planner.plan",
+    "save_plan": "planner.plan",
+    "Plan": "planner.plan",
+    "Layout": "planner.layout",
+    "StageLayout": "planner.layout",
+    "ModelSpec": "planner.specs",
+    "TrainSpec": "planner.specs",
+    "Estimate": "planner.results",
+    "ShardwiseError": "planner.errors",
+    "InputError": "planner.errors",
+    "ModelError": "planner.errors",
+    "ProfileError": "planner.errors",
+    "LayoutError": "planner.errors",
+    "PlanFileError": "planner.errors",
+    "DoesNotFit": "planner.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported when first used."""
+    if name == "__version__":
+        from planner.version import VERSION
+
+        return VERSION
+    if name in NAMES:
+        value = getattr(import_module(NAMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *NAMES, "__version__"})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code (0 done, 2 refused, 3 does not fit)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in given
+    try:
+        code = run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as `head` does; point stdout away so that closing it stays quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        refusal = describe_refusal(error)
+        if refusal is None:
+            raise
+        if as_json:
+            print(json.dumps(refusal, default=plain_value))
+        else:
+            print(f"shardwise: {refusal['error']['message']}", file=sys.stderr)
+        return int(getattr(error, "exit_code", 2))
+    return code
+
+
+def run(given: list[str]) -> int:
+    """Find the command, import its room and hand over; errors pass through."""
+    name = next(iter(given), "--help")
+    if name in ("--help", "-h"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(f"shardwise {__getattr__('__version__')}")
+        return 0
+    if name not in COMMANDS:
+        raise unknown_command(name)
+    # The planner's arrays are small: threads of a BLAS only cost start-up time.
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+    import typer
+
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    app = getattr(import_module(module), attribute)
+    if not isinstance(app, typer.Typer):
+        function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(name)(function)
+    command = typer.main.get_command(app)
+    result = command.main(given[1:], prog_name=f"shardwise {name}", standalone_mode=False)
+    return result if isinstance(result, int) else 0
+
+
+def help_text() -> str:
+    """What `shardwise --help` prints."""
+    width = max(map(len, [*COMMANDS, "--version"])) + 2
+    lines = [f"  {name:<{width}}{command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: shardwise COMMAND [ARGUMENTS]",
+            "",
+            "Plan how to train a large model on a GPU cluster.",
+            "",
+            "Commands:",
+            *lines,
+            "",
+            "Options:",
+            f"  {'--help':<{width}}this text; after a command, its own options",
+            f"  {'--version':<{width}}the version of shardwise",
+            "",
+            "Example:",
+            "  shardwise plan llama-3-70b --cluster dgx-h100 --nodes 8 \\",
+            "      --global-batch-size 512 --seq-len 8192",
+        ]
+    )
+
+
+def unknown_command(name: str) -> Exception:
+    """The refusal of a command that there is not, with near names."""
+    from difflib import get_close_matches
+
+    from planner.errors import InputError
+
+    near = get_close_matches(name, COMMANDS, n=3) or list(COMMANDS)
+    return InputError(
+        f"there is no command {name!r}; nearest: {', '.join(near)}",
+        values={"command": name},
+        legal={"command": near},
+    )
+
+
+def describe_refusal(error: Exception) -> dict[str, Any] | None:
+    """The JSON document of an error that is the caller's; None for one that is ours."""
+    from hwprofiles.errors import ShardwiseError
+
+    if isinstance(error, ShardwiseError):
+        return error.as_json()
+    # Usage errors come from typer or from click, by typer's version; both format their message.
+    if callable(message := getattr(error, "format_message", None)):
+        parameter = getattr(getattr(error, "param", None), "name", None)
+        values = {"parameter": parameter} if parameter else {}
+        sentence = " ".join(str(message()).split()).rstrip(".")
+        legal = list(getattr(error, "possibilities", None) or [])
+        return {"error": {"message": sentence, "values": values, "legal": legal}}
+    if type(error).__name__ == "Abort":
+        return {"error": {"message": "stopped", "values": {}, "legal": []}}
+    return None
+
+
+def plain_value(value: Any) -> Any:
+    """JSON form of what the values of an error may hold beside plain types."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
