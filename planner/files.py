@@ -1,0 +1,47 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from planner.errors import InputError
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write `content` to `path` through a temporary file beside it and a rename.
+
+    Raises
+    ------
+    InputError
+        The folder does not exist or cannot be written.
+    """
+    target = Path(path)
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~current_umask())
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise InputError(
+            f"cannot write {target}: {error.strerror or error}", values={"path": str(target)}
+        ) from error
+    except BaseException:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def current_umask() -> int:
+    """The process's umask; the only way to read it is to set it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
