@@ -53,6 +53,7 @@ class GemmCurve:
     residual_median: float = 0.0
     residual_p90: float = 0.0
     note: str = ""
+    sustained_fraction: float = 1.0  # of the rate of short runs that is left at the power limit
 
 
 @dataclass(frozen=True, slots=True)
