@@ -1,0 +1,95 @@
+"""The printed answer of `plan`, word for word. The figures of answer.json are made up."""
+
+import copy
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.render import answer_text, print_answer
+
+HERE = Path(__file__).parent
+DOCUMENT: dict[str, Any] = json.loads((HERE / "answer.json").read_text(encoding="utf-8"))
+SECTIONS = ["Layout", "Speed", "Time", "Memory per stage", "Alternatives", "Why not", "Warnings"]
+SECTIONS += ["Certificate"]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class AsciiPipe(io.StringIO):
+    encoding = "ascii"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_answer_is_as_reviewed(width: int) -> None:
+    golden = (HERE / f"answer_{width}.txt").read_text(encoding="utf-8")
+    assert answer_text(DOCUMENT, width) == golden
+
+
+def test_sections_stand_in_their_order() -> None:
+    text = answer_text(DOCUMENT)
+    places = [text.index(f"\n{name}") for name in SECTIONS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 100, 120])
+def test_no_line_is_wider_than_asked(width: int) -> None:
+    document = copy.deepcopy(DOCUMENT)
+    for row in document["alternatives"]:
+        row["layout"] |= {"cp": 16, "ep": 64, "etp": 2, "dp": 2048, "offload": "optimizer-nvme"}
+    for stage in document["prediction"]["memory_bytes"]:
+        stage["unsharded parameters"] = 123e9
+        stage["adapters"] = 1e9
+    assert max(map(len, answer_text(document, width).splitlines())) <= width
+
+
+def test_pipe_gets_plain_text_at_80_columns() -> None:
+    pipe = io.StringIO()
+    print_answer(DOCUMENT, pipe)
+    assert pipe.getvalue() == answer_text(DOCUMENT, 80)
+    assert "\x1b" not in pipe.getvalue()
+
+
+def test_terminal_gets_the_same_words_in_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    print_answer(DOCUMENT, terminal)
+    assert "\x1b[" in terminal.getvalue()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == answer_text(DOCUMENT, 80)
+
+
+def test_ascii_pipe_is_readable() -> None:
+    pipe = AsciiPipe()
+    print_answer(DOCUMENT, pipe)
+    assert pipe.getvalue().isascii()
+    assert "?" not in pipe.getvalue()
+    assert "####" in pipe.getvalue()
+
+
+def test_stage_that_does_not_fit_says_so() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["prediction"]["capacity_bytes"] = 70 * 2**30
+    document["verdict"] = {"fits": False, "text": "This layout does not fit: 1.1 GiB are missing."}
+    text = answer_text(document)
+    assert text.splitlines()[0] == document["verdict"]["text"]
+    assert [line.endswith("too much") for line in text.splitlines() if "█  " in line].count(
+        True
+    ) == 1
+
+
+def test_estimate_without_search_leaves_its_sections_out() -> None:
+    document = {key: DOCUMENT[key] for key in ("request", "layout", "prediction", "warnings")}
+    text = answer_text(document | {"warnings": []})
+    assert "Certificate" not in text
+    assert "Alternatives" not in text
+    assert text.rstrip().endswith("none")
