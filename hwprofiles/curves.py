@@ -8,7 +8,7 @@ refused: nothing is ever guessed from nothing.
 
 from __future__ import annotations
 
-import tomllib
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -58,11 +58,12 @@ _MEASURED_DEVICE = {
 
 @cache
 def _document(name: str) -> dict[str, Any]:
-    return tomllib.loads((CALIBRATIONS / name).read_text())
+    document: dict[str, Any] = json.loads((CALIBRATIONS / name).read_text())
+    return document
 
 
 def _gemm_reference(device_name: str, arch: str) -> str | None:
-    measured = {c["device"] for c in _document("gemm.toml")["curve"]}
+    measured = {c["device"] for c in _document("gemm.json")["curve"]}
     if device_name in measured:
         return device_name
     if device_name.startswith("gb") and arch == "blackwell":
@@ -89,7 +90,7 @@ def load_gemm_curves(
     reference = _gemm_reference(device_name, arch)
     if reference is None:
         return {}
-    document = _document("gemm.toml")
+    document = _document("gemm.json")
     shapes = {c["precision"]: c for c in document["curve"] if c["device"] == reference}
     best = {(b["device"], b["precision"]): b["flops_per_s"] for b in document["best"]}
     wanted = {p: v for p, v in peak_flops_per_s.items() if v > 0}
@@ -138,7 +139,7 @@ def backward_gemm_factor() -> float:
     >>> 1.0 < backward_gemm_factor() < 1.1
     True
     """
-    return float(_document("gemm.toml")["layout"]["backward"])
+    return float(_document("gemm.json")["layout"]["backward"])
 
 
 def assumed_gemm_curve(peak_flops_per_s: float, num_sms: int) -> GemmCurve:
@@ -192,9 +193,9 @@ def load_attention_curves(
     peak = peak_flops_per_s.get("bf16") or peak_flops_per_s.get("fp16") or 0.0
     if peak <= 0.0:
         return {}
-    document = _document("attention.toml")
+    document = _document("attention.json")
     own = {c["device"] for c in document["curve"]}
-    gemm = _document("gemm.toml")
+    gemm = _document("gemm.json")
     best = {(b["device"], b["precision"]): b["flops_per_s"] for b in gemm["best"]}
     only: tuple[str, ...] | None = None
     if device_name in own:
@@ -245,13 +246,13 @@ def load_attention_curves(
 def attention_occupancy(arch: str) -> tuple[float, float]:
     """Slowdown constants (forward, backward) of few attention blocks, t ~ 1 + c S / u.
 
-    Hopper and Ada, not measured, use Ampere's: the same tile of 128 rows per block.
+    Architectures that were not measured use Ampere's.
 
     >>> attention_occupancy("blackwell")[0] > attention_occupancy("hopper")[0]
     True
     """
-    table = _document("attention.toml")["occupancy"]
-    entry = table["blackwell" if arch == "blackwell" else "ampere"]
+    table = _document("attention.json")["occupancy"]
+    entry = table.get(arch, table["ampere"])
     return float(entry["fwd"]), float(entry["bwd"])
 
 
@@ -281,7 +282,7 @@ def load_collective_curves(
             return {}
     elif domain_gpus != 8:
         return {}
-    document = _document(f"collectives/{family}.toml")
+    document = _document(f"collectives/{family}.json")
     measured = _MEASURED_DEVICE[family]
     # One xGMI link: 64 GB/s on MI300X and MI325X, 76.5 GB/s on MI355X.
     slow = 76.5 / 64.0 if device_name in ("mi300x", "mi325x") else 1.0

@@ -3,7 +3,8 @@
 Few sources time both directions, so one is often derived; every table says how. All rates count
 causal FLOPs (half of 4 b h s^2 d forward, 2.5 times that backward) and, under the key `full`, the
 uncut ones. Lengths run from 128 to 131072 in powers of two: beyond the measured range a rate is held,
-below it the law 1/rate = a + b/s of the two shortest measured lengths goes on.
+below it the law 1/rate = a + b/s of the two shortest measured lengths goes on. Rates are those of a
+full device; `occupancy` says how much few blocks lose, and both meet again in `planner.roofline`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,19 @@ Rates = dict[tuple[int, int], float]  # (head_dim, seq_len) -> FLOP/s
 
 
 def read_rates(
-    source_id: str, kernel: str, attention_pass: str, causal: bool, **equal: str
+    source_id: str,
+    kernel: str,
+    attention_pass: str,
+    causal: bool,
+    full_device: float = 0.0,
+    **equal: str,
 ) -> Rates:
-    """Rates of one benchmark by (head_dim, seq_len), best row where there are several."""
+    """Rates of one benchmark by (head_dim, seq_len), best row where there are several.
+
+    Each is raised to what a full device would reach, times 1 + `full_device` / blocks, with
+    `full_device` = c S of `occupancy`. Rows without batch and heads are of figures that all hold
+    16384 tokens of 2048 elements.
+    """
     rates: Rates = {}
     with (MEASURED / "attention.csv").open(newline="") as file:
         for row in csv.DictReader(file):
@@ -46,7 +57,11 @@ def read_rates(
             )
             if same and all(row[name] == value for name, value in equal.items()):
                 key = int(row["head_dim"]), int(row["seq_len"])
-                rates[key] = max(rates.get(key, 0.0), float(row["tflop_per_s"]) * 1e12)
+                tokens = 16384 if not row["batch"] else int(row["batch"]) * key[1]
+                heads = int(row["n_heads"]) if row["n_heads"] else 2048 // key[0]
+                rate = float(row["tflop_per_s"]) * 1e12
+                rate *= 1.0 + full_device / (tokens * heads / 128)
+                rates[key] = max(rates.get(key, 0.0), rate)
     return rates
 
 
@@ -84,8 +99,15 @@ def backward_of(both: Array, forward: Array) -> Array:
 
 
 def fit_attention() -> dict[str, Any]:
-    """The document of calibrations/attention.toml."""
+    """The document of calibrations/attention.json."""
     curves: list[dict[str, Any]] = []
+    slow = occupancy()
+    on = {"a100": 108.0, "h100": 132.0, "gb200": 152.0, "b200": 148.0}
+    arch_of = {"a100": "ampere", "h100": "hopper", "gb200": "blackwell", "b200": "blackwell"}
+    fwd = {d: sms * slow[arch_of[d]]["fwd"] for d, sms in on.items()}
+    bwd = {d: sms * slow[arch_of[d]]["bwd"] for d, sms in on.items()}
+    # Of both passes, 2/7 of the FLOPs are forward.
+    fwd_bwd = {d: (fwd[d] * 2 + bwd[d] * 5) / 7 for d in on}
 
     def add(
         device: str,
@@ -114,8 +136,8 @@ def fit_attention() -> dict[str, Any]:
     tera = 1e-12
     for suffix, causal in (("", True), (":full", False)):
         # H100, FlashAttention-2: forward and both passes measured at 64 and 128.
-        fa2 = table(read_rates("fa3_h100", "flash_attn_2", "fwd", causal))
-        both = table(read_rates("fa2_h100", "flash_attn_2", "fwd_bwd", causal))
+        fa2 = table(read_rates("fa3_h100", "flash_attn_2", "fwd", causal, fwd["h100"]))
+        both = table(read_rates("fa2_h100", "flash_attn_2", "fwd_bwd", causal, fwd_bwd["h100"]))
         fa2_back = {d: backward_of(both[d], fa2[d]) for d in both}
         ratio = {d: fa2_back[d] / fa2[d] for d in fa2_back}
         ratio[256] = ratio[128]
@@ -132,7 +154,7 @@ def fit_attention() -> dict[str, Any]:
         )
         fa3_back = {}
         for kernel in ("flash_attn_3", "cudnn"):
-            fa3 = table(read_rates("fa3_h100", kernel, "fwd", causal))
+            fa3 = table(read_rates("fa3_h100", kernel, "fwd", causal, fwd["h100"]))
             if kernel == "flash_attn_3":
                 fa3_back = {
                     d: np.minimum(FA3_OVER_FA2_BACKWARD * fa2_back[d], 0.9 * fa3[d]) for d in fa3
@@ -149,7 +171,7 @@ def fit_attention() -> dict[str, Any]:
                 "authors state, middle taken, at most 0.9 of forward",
             )
         # A100, FlashAttention-2: both passes measured, split by the ratio seen on H100.
-        a100 = table(read_rates("fa2_a100", "flash_attn_2", "fwd_bwd", causal))
+        a100 = table(read_rates("fa2_a100", "flash_attn_2", "fwd_bwd", causal, fwd_bwd["a100"]))
         a100[256] = a100[128] * fa2[256] / fa2[128]
         parts = {d: split(a100[d], ratio[d]) for d in a100}
         add(
@@ -177,16 +199,16 @@ def fit_attention() -> dict[str, Any]:
                 "half of flash_attn_2, as the authors of FlashAttention-2 state",
             )
         # Blackwell, FlashAttention-4.
-        fa4 = table(read_rates("fa4_sm100_2605", "flash_attn_4", "fwd", causal))
+        fa4 = table(read_rates("fa4_sm100_2605", "flash_attn_4", "fwd", causal, fwd["gb200"]))
         if causal:
             # Causal 128 ends at 4096: go on as the uncut rate times the share that 64 shows.
-            full = table(read_rates("fa4_sm100_2605", "flash_attn_4", "fwd", False))
+            full = table(read_rates("fa4_sm100_2605", "flash_attn_4", "fwd", False, fwd["gb200"]))
             at = SEQ_LENS.index(4096)
             share = np.minimum(fa4[64] / full[64], 1.0)
             rest = full[128] * np.minimum(share * fa4[128][at] / full[128][at] / share[at], 1.0)
             fa4[128][at + 1 :] = rest[at + 1 :]
-        best = read_rates("fa4_b200", "flash_attn_4 cute 2CTA", "bwd", causal)
-        over = read_rates("fa4_b200", "flash_attn_4 cute", "fwd", causal)
+        best = read_rates("fa4_b200", "flash_attn_4 cute 2CTA", "bwd", causal, bwd["b200"])
+        over = read_rates("fa4_b200", "flash_attn_4 cute", "fwd", causal, fwd["b200"])
         back_over = next(iter(best.values())) / next(iter(over.values()))
         first = {d: r * tera for d, r in fa4.items()}
         note = "forward measured on GB200; backward by backward/forward of fa4_b200 at one length"
@@ -225,16 +247,17 @@ def fit_attention() -> dict[str, Any]:
                 "derived",
                 "flash_attn_2 of H100 by number of SMs; it does not use Blackwell's tensor memory",
             )
-    _add_inference_kernels(add, ratio)
+    # The inference kernels and the unfused form only exist causal here.
+    _add_inference_kernels(add, ratio, fwd)
     _add_unfused(add)
-    return {"seq_lens": list(SEQ_LENS), "occupancy": occupancy(), "curve": curves}
+    return {"seq_lens": list(SEQ_LENS), "occupancy": slow, "curve": curves}
 
 
 def _columns(parts: dict[int, tuple[Array, Array]]) -> tuple[dict[int, Array], dict[int, Array]]:
     return {d: p[0] for d, p in parts.items()}, {d: p[1] for d, p in parts.items()}
 
 
-def _add_inference_kernels(add: Any, ratio: dict[int, Array]) -> None:
+def _add_inference_kernels(add: Any, ratio: dict[int, Array], full: dict[str, float]) -> None:
     """Prefill kernels of aic_*: forward, causal, batch 4 and 32 heads, cache write included."""
     tera = 1e-12
     for device, arch, source, kernel, name in (
@@ -242,7 +265,8 @@ def _add_inference_kernels(add: Any, ratio: dict[int, Array]) -> None:
         ("gb200", "blackwell", "aic_gb200", "trtllm", "trtllm"),
         ("l40s", "ada", "aic_l40s", "vllm_flash_attn", "flash_attn_2"),
     ):
-        forward = table(read_rates(source, kernel, "fwd", True, batch="4", n_heads="32"))
+        blocks = full.get(device.removesuffix("-sxm"), 0.0)
+        forward = table(read_rates(source, kernel, "fwd", True, blocks, batch="4", n_heads="32"))
         if 64 not in forward:
             forward[64] = forward[128] * 0.9  # what FlashAttention-2 on H100 loses at 64
         add(
@@ -281,34 +305,45 @@ def _add_unfused(add: Any) -> None:
         )
 
 
-def occupancy() -> dict[str, Any]:
+def occupancy() -> dict[str, dict[str, float]]:
     """How much slower few blocks are: t ~ 1 + c S / u, u = batch heads ceil(s / 128) blocks.
 
-    c is the median over pairs of rows of simumax tables that differ in heads only (s = 4096, head
-    size 128); a ratio, so that table's FLOP convention drops out.
+    Forward: `aic_*` rows of equal length (512 to 4096, head size 128) that differ in batch and
+    heads; backward: simumax rows of length 4096 that differ in heads (a ratio, so that table's
+    FLOP convention drops out; Hopper takes Ampere's). L40S shows none. c is the median over pairs
+    of the row with most blocks and another.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, float]] = {}
+    for arch, source, num_sms in (
+        ("ampere", "aic_a100_sxm", 108),
+        ("hopper", "aic_h100_sxm", 132),
+        ("blackwell", "aic_b200_sxm", 148),
+        ("ada", "aic_l40s", 142),
+    ):
+        slopes = [
+            c for s in (512, 1024, 2048, 4096) for c in _slopes(source, "fwd", str(s), num_sms)
+        ]
+        found[arch] = {"fwd": round(max(0.0, float(np.median(slopes))), 2), "bwd": 0.0}
     for arch, source, num_sms in (
         ("ampere", "simumax_A100-PCIe-80", 108),
         ("blackwell", "simumax_B200-SXM", 148),
     ):
-        for attention_pass in ("fwd", "bwd"):
-            points: dict[int, list[float]] = {}
-            with (MEASURED / "attention.csv").open(newline="") as file:
-                for row in csv.DictReader(file):
-                    if (row["source_id"], row["attention_pass"]) != (source, attention_pass):
-                        continue
-                    if (row["head_dim"], row["seq_len"]) == ("128", "4096"):
-                        points.setdefault(int(row["n_heads"]), []).append(
-                            1.0 / float(row["tflop_per_s"])
-                        )
-            time = {h: float(np.median(v)) for h, v in points.items()}
-            big = max(time)
-            x = {h: num_sms / (h * 4096 / 128) for h in time}
-            slopes = []
-            for h in time:
-                if h != big:
-                    grow = time[h] / time[big] - 1.0
-                    slopes.append(grow / (x[h] - x[big] * (1.0 + grow)))
-            found.setdefault(arch, {})[attention_pass] = round(float(np.median(slopes)), 2)
+        found[arch]["bwd"] = round(float(np.median(_slopes(source, "bwd", "4096", num_sms))), 2)
+    found["hopper"]["bwd"] = found["ampere"]["bwd"]
     return found
+
+
+def _slopes(source: str, attention_pass: str, seq_len: str, num_sms: int) -> list[float]:
+    points: dict[float, list[float]] = {}  # S / u -> seconds per FLOP
+    with (MEASURED / "attention.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["source_id"], row["attention_pass"]) != (source, attention_pass):
+                continue
+            if (row["head_dim"], row["seq_len"]) == ("128", seq_len):
+                blocks = int(row["batch"]) * int(row["n_heads"]) * int(seq_len) / 128
+                points.setdefault(num_sms / blocks, []).append(1.0 / float(row["tflop_per_s"]))
+    time = {x: float(np.median(v)) for x, v in points.items()}
+    full = min(time)
+    return [
+        (time[x] / time[full] - 1.0) / (x - full * time[x] / time[full]) for x in time if x > full
+    ]

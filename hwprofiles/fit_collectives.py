@@ -56,9 +56,7 @@ def sample(points: dict[float, float], samples: int) -> Array:
     grid = 2.0 ** (FIRST_LOG2 + np.arange(samples))
     inside = np.exp(np.interp(np.log(grid), np.log(sizes), np.log(seconds)))
     slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-    result: Array = np.where(
-        grid > sizes[-1], seconds[-1] + slope * (grid - sizes[-1]), inside
-    )
+    result: Array = np.where(grid > sizes[-1], seconds[-1] + slope * (grid - sizes[-1]), inside)
     return result
 
 
@@ -71,7 +69,7 @@ def permute_rate(times: Times, source: str, samples: int) -> Array | None:
 
 
 def fit_collectives() -> dict[str, dict[str, Any]]:
-    """The documents of calibrations/collectives/*.toml by family."""
+    """The documents of calibrations/collectives/*.json by family."""
     times = read_times()
     documents: dict[str, dict[str, Any]] = {}
     for family, (aic, xla, link) in FAMILIES.items():

@@ -43,7 +43,11 @@ class Machine:
 MACHINES: dict[str, Machine] = {
     "a100-sxm-80gb": Machine(108, 1581e9, {"bf16": 312e12}, "aic_a100_sxm", "ampere"),
     "h100-sxm": Machine(
-        132, 2520e9, {"bf16": 989e12, "fp8": 1979e12, "fp8_block": 1979e12}, "aic_h100_sxm", "hopper"
+        132,
+        2520e9,
+        {"bf16": 989e12, "fp8": 1979e12, "fp8_block": 1979e12},
+        "aic_h100_sxm",
+        "hopper",
     ),
     "b200-sxm": Machine(
         148,
@@ -196,7 +200,7 @@ def layout_factors(rows: Sequence[Mapping[str, str]], fit: Fit, machine: Machine
 
 
 def fit_gemm() -> dict[str, Any]:
-    """The document of calibrations/gemm.toml."""
+    """The document of calibrations/gemm.json."""
     rows = read_rows()
     best: dict[tuple[str, str], float] = {}
     for row in rows:
