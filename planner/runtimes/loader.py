@@ -209,19 +209,19 @@ class _Reader:
                 values[name] = fact.value
                 facts[f"{table}.{name}" if table in ("pass_bytes", "launches") else name] = fact
             tables[table] = values
-        limits = {name: self.whole(tables["limits"][name], name) for name in _LIMITS}
-        return Runtime(
-            name=self.word(document["name"], "name"),
-            title=self.word(document["title"], "title"),
+        arguments: dict[str, Any] = {
+            "name": self.word(document["name"], "name"),
+            "title": self.word(document["title"], "title"),
             **self.offers(self.table(document, "offers")),
-            **limits,
+            **{name: self.whole(tables["limits"][name], name) for name in _LIMITS},
             **tables["memory"],
             **tables["time"],
-            pass_bytes=tables["pass_bytes"],
-            launches=tables["launches"],
-            attention_kernels=self.kernels(self.table(document, "attention_kernels")),
-            facts=facts,
-        )
+            "pass_bytes": tables["pass_bytes"],
+            "launches": tables["launches"],
+            "attention_kernels": self.kernels(self.table(document, "attention_kernels")),
+            "facts": facts,
+        }
+        return Runtime(**arguments)
 
     def refuse(self, what: str, value: object = None, legal: object = ()) -> ProfileError:
         return ProfileError(

@@ -1,0 +1,212 @@
+"""Which layouts are legal for a model, a batch, a cluster and a runtime, and why not.
+
+`legal_mask` judges a table of layouts for the search; `check` judges one and raises the sentence;
+`check_fixed` says when degrees that a person fixed can never be legal. All three use `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+import numpy as np
+
+from hwprofiles.profile import Cluster
+from planner import legality_model as model_rules
+from planner import legality_pipeline as pipeline_rules
+from planner import legality_rules as rules
+from planner.errors import LayoutError
+from planner.layout import CP_KINDS, Layout
+from planner.layout_text import (
+    KEYS,
+    LayoutRequest,
+    divisors,
+    format_layout,
+    parse_layout,
+    parse_request,
+)
+from planner.legality_pipeline import suggest_stages
+from planner.legality_rules import Mask, Rule, Situation
+from planner.legality_warnings import padded_vocab_size, statements, warnings_for
+from planner.runtime import Runtime
+from planner.specs import ModelSpec, TrainSpec
+
+__all__ = [
+    "RULES",
+    "LayoutRequest",
+    "Rule",
+    "Situation",
+    "check",
+    "check_fixed",
+    "format_layout",
+    "legal_mask",
+    "padded_vocab_size",
+    "parse_layout",
+    "parse_request",
+    "statements",
+    "suggest_stages",
+]
+
+RULES: tuple[Rule, ...] = (
+    Rule("degrees", rules.degrees_allowed, rules.degrees_refuse),
+    Rule("training", rules.training_allowed, rules.training_refuse),
+    Rule("limits", rules.limits_allowed, rules.limits_refuse),
+    Rule("heads", model_rules.heads_allowed, model_rules.heads_refuse),
+    Rule("kv_heads", model_rules.kv_allowed, model_rules.kv_refuse),
+    Rule("widths", model_rules.widths_allowed, model_rules.widths_refuse),
+    Rule("world", rules.world_allowed, rules.world_refuse),
+    Rule("experts", rules.experts_allowed, rules.experts_refuse),
+    Rule("expert_grid", rules.expert_grid_allowed, rules.expert_grid_refuse),
+    Rule("context", model_rules.context_allowed, model_rules.context_refuse),
+    Rule("ulysses", model_rules.ulysses_allowed, model_rules.ulysses_refuse),
+    Rule("sequence", model_rules.sequence_allowed, model_rules.sequence_refuse),
+    Rule("layers", pipeline_rules.layers_allowed, pipeline_rules.layers_refuse),
+    Rule("schedule", pipeline_rules.schedule_allowed, pipeline_rules.schedule_refuse),
+    Rule("batch", pipeline_rules.batch_allowed, pipeline_rules.batch_refuse),
+    Rule("microbatches", pipeline_rules.microbatches_allowed, pipeline_rules.microbatches_refuse),
+    Rule("zero", pipeline_rules.zero_allowed, pipeline_rules.zero_refuse),
+    Rule("shard", pipeline_rules.shard_allowed, pipeline_rules.shard_refuse),
+    Rule("offload", pipeline_rules.offload_allowed, pipeline_rules.offload_refuse),
+    Rule("recompute", model_rules.recompute_allowed, model_rules.recompute_refuse),
+    Rule("low_precision", model_rules.low_precision_allowed, model_rules.low_precision_refuse),
+)
+
+
+def _masks(table: Layout, situation: Situation) -> list[Mask]:
+    """One mask a rule. Values that are no degrees are judged by the first rule alone."""
+    shape = np.broadcast_shapes(*(np.shape(getattr(table, f.name)) for f in fields(table)))
+    good = np.broadcast_to(np.asarray(RULES[0].allowed(table, situation), dtype=bool), shape)
+    clean = table
+    if not good.all():
+        plain = Layout()
+        clean = Layout(
+            **{
+                f.name: np.where(good, getattr(table, f.name), getattr(plain, f.name))
+                for f in fields(table)
+            }
+        )
+    others = [np.asarray(rule.allowed(clean, situation), dtype=bool) for rule in RULES[1:]]
+    return [good, *(np.broadcast_to(mask, shape) for mask in others)]
+
+
+def legal_mask(
+    table: Layout,
+    model: ModelSpec,
+    train: TrainSpec,
+    cluster: Cluster,
+    runtime: Runtime,
+    num_gpus: int | None = None,
+) -> Mask:
+    """Judge every row of a table of layouts.
+
+    The number of GPUs of a row is the product of its degrees, unless `num_gpus` fixes it.
+    """
+    situation = Situation(model, train, cluster, runtime, num_gpus)
+    masks = _masks(table, situation)
+    return np.asarray(np.logical_and.reduce(masks), dtype=bool)
+
+
+def check(
+    layout: Layout,
+    model: ModelSpec,
+    train: TrainSpec,
+    cluster: Cluster,
+    num_gpus: int | None,
+    runtime: Runtime,
+    stage_layers: tuple[int, ...] | None = None,
+) -> list[str]:
+    """Accept one layout and return its warnings, or refuse it.
+
+    `stage_layers` are layers of each pipeline rank, or of each of the ``pp * vpp`` model chunks;
+    with vpp > 1 counts of a rank must divide into its chunks.
+
+    Raises
+    ------
+    LayoutError
+        The first rule of `RULES` that the layout breaks: what, values, rule, nearest legal values.
+    """
+    situation = Situation(
+        model, train, cluster, runtime, num_gpus, tuple(stage_layers) if stage_layers else None
+    )
+    for rule in RULES:
+        if not bool(np.all(rule.allowed(layout, situation))):
+            raise _error(rule, layout, situation)
+    return warnings_for(layout, situation)
+
+
+def _error(rule: Rule, layout: Layout, situation: Situation) -> LayoutError:
+    refusal = rule.refuse(layout, situation)
+    return LayoutError(refusal.message, values=refusal.values, legal=refusal.legal)
+
+
+_FREE_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_GRID = ("dp", "tp", "pp", "cp")
+
+
+def check_fixed(
+    fix: Mapping[str, int],
+    model: ModelSpec,
+    train: TrainSpec,
+    cluster: Cluster,
+    gpus: int,
+    runtime: Runtime,
+) -> None:
+    """Refuse degrees that no choice of the others can make legal.
+
+    Tries the free degrees at their most permissive values and, where every layout is refused, gives
+    the sentence of the layout that breaks fewest rules.
+
+    Raises
+    ------
+    LayoutError
+        As `check`, or an unknown key.
+    """
+    if unknown := [key for key in fix if key not in KEYS]:
+        raise LayoutError(
+            f"{unknown[0]!r} cannot be fixed; legal keys: {', '.join(KEYS)}.",
+            values={"key": unknown[0]},
+            legal={"key": list(KEYS)},
+        )
+    situation = Situation(model, train, cluster, runtime, gpus)
+    alone = Layout(**dict(fix))
+    if not bool(np.all(RULES[0].allowed(alone, situation))):
+        raise _error(RULES[0], alone, situation)
+    table = _completions(fix, train, gpus, runtime)
+    masks = _masks(table, situation)
+    broken = np.sum([~mask for mask in masks], axis=0)
+    best = int(np.argmin(broken))
+    if broken[best] == 0:
+        return
+    rule = next(rule for rule, mask in zip(RULES, masks, strict=True) if not mask[best])
+    raise _error(rule, table.take(best), situation)
+
+
+def _completions(fix: Mapping[str, int], train: TrainSpec, gpus: int, runtime: Runtime) -> Layout:
+    """Layouts with `fix` and the other degrees free, as a table."""
+    parts = divisors(gpus)
+    axes: dict[str, list[int]] = {key: [fix[key]] if key in fix else parts for key in _GRID[1:]}
+    axes["cp_kind"] = [i for i, kind in enumerate(CP_KINDS) if kind in runtime.cp_kinds] or [0]
+    axes["micro_batch"] = [v for v in _FREE_MICRO_BATCHES if v <= train.global_batch_size] or [1]
+    axes["zero"] = list(runtime.zero_stages)
+    axes["schedule"] = list(range(5)) if {"schedule", "vpp"} & set(fix) else [0, 1]
+    axes["vpp"] = [1, 2, 3, 4, 5, 7] if "schedule" in fix else [1]
+    for key in axes:
+        if key in fix:
+            axes[key] = [fix[key]]
+    for key in ("ep", "etp", "recompute", "offload"):
+        axes[key] = [fix.get(key, 0 if key in ("recompute", "offload") else 1)]
+    grids = np.meshgrid(*(np.asarray(values) for values in axes.values()), indexing="ij")
+    column = {key: grid.reshape(-1) for key, grid in zip(axes, grids, strict=True)}
+    product = column["tp"] * column["pp"] * column["cp"]
+    fits = gpus % product == 0
+    if "dp" in fix:
+        fits &= product * fix["dp"] == gpus
+    if fits.any():
+        column = {key: values[fits] for key, values in column.items()}
+        product = product[fits]
+    column["dp"] = (
+        np.full(product.shape, fix["dp"]) if "dp" in fix else np.maximum(1, gpus // product)
+    )
+    sharded = np.where(column["zero"] > 0, column["dp"] * column["cp"], 1)
+    column["shard"] = np.full(product.shape, fix["shard"]) if "shard" in fix else sharded
+    return Layout(**column)
