@@ -3,8 +3,8 @@
 Definitions, stated because nothing is defaulted in silence: a degree that is not named is 1; `dp`
 that is not named is GPUs / (tp pp cp) where the number of GPUs is known; `zero` is 0; `shard` is
 ``dp * cp`` where zero > 0 and 1 where it is 0; `schedule` is 1f1b, or interleaved where vpp > 1;
-`recompute`, `cp_kind` and `offload` are none, ring and none. ``stages=12/12/11/11`` gives the layers
-of each stage.
+`recompute`, `cp_kind` and `offload` are none, ring and none. ``stages=12/12/11/11`` gives the
+layers of each stage.
 """
 
 from __future__ import annotations

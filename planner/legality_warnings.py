@@ -126,8 +126,8 @@ def _network_bound_zero3(layout: Layout, s: Situation) -> list[str]:
     text = (
         f"zero=3 over {layout.shard} ranks is bound by the network: a node has "
         f"{bandwidth / 1e9:.0f} GB/s and hiding the traffic of {tokens:.0f} tokens a GPU needs "
-        f"about {needed / 1e9:.0f} GB/s; a larger micro_batch, a shard inside the node or tp with pp "
-        "needs less."
+        f"about {needed / 1e9:.0f} GB/s; a larger micro_batch, a shard inside the node or tp with "
+        "pp needs less."
     )
     return [text]
 

@@ -1,7 +1,7 @@
 """Runtime: what a training framework can do and how it behaves, as facts.
 
-A runtime is a file in `planner/runtimes/`; its fields are facts with unit, kind and source, like those
-of hardware. Formulas read these fields and never branch on a runtime's name.
+A runtime is a file in `planner/runtimes/`; its fields are facts with unit, kind and source, like
+those of hardware. Formulas read these fields and never branch on a runtime's name.
 """
 
 from __future__ import annotations
