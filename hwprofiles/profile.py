@@ -173,6 +173,7 @@ class Cluster:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     description: str = ""
     digest: str = ""
+    host_memory_bytes_per_s: float = 0.0  # per node, achieved; 0: not stated, no optimizer offload
 
     @property
     def node_scale_out_bytes_per_s(self) -> float:

@@ -1,0 +1,411 @@
+"""One layout with its stages: step time and memory as named addends.
+
+The sums are those that the search minimises (`planner.results.StageCosts`); here every term keeps its
+name. `estimate` also gives the bounds with all communication hidden and with none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from planner.costs import RowCosts, row_costs
+from planner.layer import Setting
+from planner.layout import RECOMPUTE, SCHEDULES, Layout, StageLayout
+from planner.model_flops import model_flops_per_token
+from planner.parallel import data_parallel, pipeline_parallel
+from planner.provider import ModelProvider, total
+from planner.results import CommOp, Estimate, StageCosts
+from planner.stages import layers_of_chunks, virtual_stage
+
+COMMUNICATION = (
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "fsdp",
+    "pipeline_sends",
+    "gradient_reduction",
+    "parameter_gather",
+    "gradient_norm",
+    "tied_embedding",
+)
+FITS_FRACTION = 0.95  # above this share of capacity a layout is called borderline
+
+
+def scalar(value: Any) -> float:
+    """The one number of a table of one row."""
+    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layout's costs with all names kept."""
+
+    layout: Layout
+    setting: Setting
+    provider: ModelProvider
+    named: RowCosts
+    sums: StageCosts
+    in_flight: tuple[float, ...]
+
+    @property
+    def head_stage(self) -> int:
+        return int(pipeline_parallel.head_stage(self.layout.schedule, self.layout.pp))
+
+    @property
+    def num_microbatches(self) -> float:
+        return scalar(self.sums.num_microbatches)
+
+
+def cost_row(layout: Layout, setting: Setting) -> Row:
+    """Cost one layout (plain ints)."""
+    provider = ModelProvider(setting)
+    provider.policy_codes = tuple(range(len(RECOMPUTE)))
+    table = provider.table(layout)
+    named = row_costs(table, setting)
+    sums = provider.assemble(table, table, named, np.zeros(1, dtype=np.int64))
+    flight = provider.in_flight(table, np.arange(layout.pp)[None, :])
+    return Row(layout, setting, provider, named, sums, tuple(np.reshape(flight, -1).tolist()))
+
+
+def even_counts(num_layers: int, pp: int) -> list[int]:
+    """Layers per rank, as equal as can be; first and last rank, with embedding and head, get less.
+
+    >>> even_counts(126, 16)
+    [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
+    """
+    base, extra = divmod(num_layers, pp)
+    counts = [base] * pp
+    order = [*range(1, pp - 1), 0, pp - 1] if pp > 1 else [0]
+    for rank in order[:extra]:
+        counts[rank] += 1
+    return counts
+
+
+def stage_layouts(
+    layout: Layout, setting: Setting, counts: Sequence[int], policy: int
+) -> tuple[StageLayout, ...]:
+    """Stages that hold `counts` layers each, all under one recompute policy."""
+    model = setting.model
+    schedule = SCHEDULES[layout.schedule]
+    placed = layers_of_chunks(counts, schedule, layout.vpp)
+    stages = []
+    for rank in range(layout.pp):
+        held = [0] * len(model.kinds)
+        for chunk in range(layout.vpp):
+            for index in placed[virtual_stage(schedule, rank, chunk, layout.pp)]:
+                held[model.layer_kinds[index]] += 1
+        stages.append(
+            StageLayout(
+                tuple(held),
+                tuple(tuple(n if p == policy else 0 for p in range(len(RECOMPUTE))) for n in held),
+            )
+        )
+    return tuple(stages)
+
+
+def stage_seconds(row: Row, stages: Sequence[StageLayout]) -> list[float]:
+    """Time of one micro-batch on every rank [s]."""
+    s = row.sums
+    seconds = []
+    for rank, stage in enumerate(stages):
+        t = scalar(s.stage_s)
+        t += scalar(s.first_s) if rank == 0 else 0.0
+        t += scalar(s.head_s) if rank == row.head_stage else 0.0
+        for k, policies in enumerate(stage.policies):
+            t += sum(n * s.layer_s[0, k, p] for p, n in enumerate(policies) if n)
+        seconds.append(float(t))
+    return seconds
+
+
+def step_addends(row: Row, rank: int, stage: StageLayout) -> dict[str, float]:
+    """Addends once a step on one rank."""
+    named = row.named
+    items: dict[str, float] = {}
+
+    def put(values: Mapping[str, Any], times: float) -> None:
+        for name, value in values.items():
+            items[name] = items.get(name, 0.0) + times * scalar(value)
+
+    for k, count in enumerate(stage.layers):
+        put(named.step_s[k], count)
+    if rank == 0:
+        put(named.first_step_s, 1.0)
+    if rank == row.head_stage:
+        put(named.head_step_s, 1.0)
+    return items
+
+
+def microbatch_addends(row: Row, rank: int, stage: StageLayout) -> dict[str, float]:
+    """Addends of one micro-batch on one rank; they sum to its stage seconds."""
+    named = row.named
+    items: dict[str, float] = {}
+
+    def put(name: str, value: Any) -> None:
+        items[name] = items.get(name, 0.0) + scalar(value)
+
+    for k, policies in enumerate(stage.policies):
+        for name, value in named.layers[k].forward_s.items():
+            put(name, stage.layers[k] * scalar(value))
+        for name, value in named.layers[k].backward_s.items():
+            put(name, stage.layers[k] * scalar(value))
+        for p, n in enumerate(policies):
+            if n:
+                put("recompute", n * scalar(named.layers[k].recompute_s[p]))
+                put("fsdp", n * scalar(named.fsdp_s[k][p]))
+    edges = []
+    if rank == 0:
+        edges.append((named.first, named.fsdp_first_s))
+    if rank == row.head_stage:
+        edges.append((named.head, named.fsdp_head_s))
+    for costs, fsdp in edges:
+        for part in (costs.forward_s, costs.backward_s):
+            for name, value in part.items():
+                put("head" if name == "memory_bound" else name, value)
+        put("fsdp", fsdp)
+    put("pipeline_sends", row.sums.stage_s)
+    return items
+
+
+def memory_of(row: Row, rank: int, stage: StageLayout) -> dict[str, float]:
+    """Memory of one rank by item [bytes]."""
+    named, sums, setting = row.named, row.sums, row.setting
+    items = dict.fromkeys(
+        (
+            "weights",
+            "gradients",
+            "optimizer",
+            "activations",
+            "logits",
+            "unsharded",
+            "buffers",
+            "context",
+        ),
+        0.0,
+    )
+
+    def put(values: Mapping[str, Any], times: float) -> None:
+        for name, value in values.items():
+            items[name] += times * scalar(value)
+
+    for k, count in enumerate(stage.layers):
+        put(named.memory.layer[k], count)
+    put(named.memory.fixed, 1.0)
+    flight = row.in_flight[rank]
+    working = 0.0
+    for k, policies in enumerate(stage.policies):
+        for p, n in enumerate(policies):
+            if n:
+                items["activations"] += flight * n * float(sums.layer_act_bytes[0, k, p])
+                working = max(working, float(sums.working_bytes[0, k, p]))
+    items["activations"] += working
+    if rank == 0:
+        put(named.memory.first, 1.0)
+        items["activations"] += flight * scalar(sums.first_act_bytes)
+    if rank == row.head_stage:
+        put(named.memory.head, 1.0)
+        items["logits"] += scalar(sums.head_bytes) - scalar(total(named.memory.head))
+    del setting
+    return items
+
+
+def host_bytes_per_node(row: Row, stages: Sequence[StageLayout]) -> float:
+    """Host memory that offload takes on one node, with the fullest stage on all of its GPUs."""
+    from planner.memory import element_sizes
+
+    setting, layout = row.setting, row.provider.table(row.layout)
+    if row.layout.offload == 0:
+        return 0.0
+    size = element_sizes(setting)
+    dense = scalar(data_parallel.host_bytes(layout, data_parallel.dense_groups(layout), size))
+    expert = scalar(data_parallel.host_bytes(layout, data_parallel.expert_groups(layout), size))
+    params = row.named.params
+    most = 0.0
+    for rank, stage in enumerate(stages):
+        held = sum(
+            n
+            * (dense * scalar(params.trained_dense[k]) + expert * scalar(params.trained_expert[k]))
+            for k, n in enumerate(stage.layers)
+        )
+        held += dense * scalar(params.first) if rank == 0 else 0.0
+        held += dense * scalar(params.head) if rank == row.head_stage else 0.0
+        most = max(most, held)
+    return most * min(setting.cluster.gpus_per_node, setting.num_gpus)
+
+
+def comm_ops_of(row: Row, rank: int, stage: StageLayout) -> tuple[CommOp, ...]:
+    """Collectives of one rank per step, with counts."""
+    m = row.num_microbatches
+    found: dict[tuple[str, str, str, str, float], CommOp] = {}
+
+    def put(op: CommOp, times: float) -> None:
+        count = times * scalar(op.count)
+        if count <= 0:
+            return
+        key = (op.kind, op.axis, op.phase, op.what, scalar(op.num_bytes))
+        old = found.get(key)
+        found[key] = replace(
+            op,
+            num_bytes=key[4],
+            count=count + (old.count if old else 0.0),
+            total_s=times * scalar(op.total_s) + (old.total_s if old else 0.0),
+            exposed_s=times * scalar(op.exposed_s) + (old.exposed_s if old else 0.0),
+        )
+
+    named = row.named
+    for k, policies in enumerate(stage.policies):
+        again = sum(n for p, n in enumerate(policies) if RECOMPUTE[p] == "full")
+        for op in named.layers[k].comm_ops:
+            put(op, m * stage.layers[k])
+            if op.phase == "forward" and again:
+                put(replace(op, phase="recompute"), m * again)
+        for op in named.traffic[k].ops:
+            put(op, stage.layers[k])
+    if rank == 0:
+        for op in named.first.comm_ops:
+            put(op, m)
+        for op in named.traffic[-2].ops:
+            put(op, 1.0)
+    if rank == row.head_stage:
+        for op in named.head.comm_ops:
+            put(op, m)
+        for op in named.traffic[-1].ops:
+            put(op, 1.0)
+    layout, setting = row.layout, row.setting
+    tokens = layout.micro_batch * setting.train.seq_len / layout.cp
+    size = pipeline_parallel.send_bytes(
+        setting.model, tokens, layout.tp, setting.element_bytes, setting.runtime.sequence_parallel
+    )
+    for op in pipeline_parallel.comm_ops(size, layout.pp, layout.vpp, m):
+        put(op, 1.0)
+    return tuple(found.values())
+
+
+def step_time(row: Row, stages: Sequence[StageLayout]) -> float:
+    """T = (m - beta) M + beta S + E + C [s]."""
+    t = stage_seconds(row, stages)
+    e = [sum(step_addends(row, rank, stage).values()) for rank, stage in enumerate(stages)]
+    beta, m = scalar(row.sums.beta), row.num_microbatches
+    return (m - beta) * max(t) + beta * sum(t) + max(e) + scalar(row.sums.constant_s)
+
+
+def estimate_stages(
+    layout: Layout, stages: Sequence[StageLayout], setting: Setting, *, bounds: bool = True
+) -> Estimate:
+    """Estimate one layout whose stages are given.
+
+    MFU counts the FLOPs of the model (causal attention counted once, no recompute) against the
+    device's peak in the training precision; HFU adds what recompute repeats.
+    """
+    row = cost_row(layout, setting)
+    seconds = stage_seconds(row, stages)
+    slowest = int(np.argmax(seconds))
+    steps = [step_addends(row, rank, stage) for rank, stage in enumerate(stages)]
+    last = max(range(len(stages)), key=lambda rank: sum(steps[rank].values()))
+    beta, m = scalar(row.sums.beta), row.num_microbatches
+    breakdown = {
+        name: m * value for name, value in microbatch_addends(row, slowest, stages[slowest]).items()
+    }
+    breakdown["pipeline_bubble"] = beta * (sum(seconds) - max(seconds))
+    fill = scalar(row.sums.constant_s) - scalar(total(row.named.constant_s))
+    breakdown["pipeline_sends"] += fill
+    for items in (steps[last], {k: scalar(v) for k, v in row.named.constant_s.items()}):
+        for name, value in items.items():
+            breakdown[name] = breakdown.get(name, 0.0) + value
+    breakdown = {name: value for name, value in breakdown.items() if value > 0}
+    time = sum(breakdown.values())
+    lower = upper = time
+    if bounds:
+        lower = step_time(cost_row(layout, replace(setting, overlap="all")), stages)
+        upper = step_time(cost_row(layout, replace(setting, overlap="none")), stages)
+    train, num_gpus = setting.train, setting.num_gpus
+    tokens = train.global_batch_size * train.seq_len
+    peak = setting.cluster.device.peak_flops_per_s[peak_precision(setting)]
+    model_total = model_flops_per_token(setting.model, train.seq_len).total_flops * tokens
+    share = recomputed_flops(row, stages)
+    hidden = sum(
+        m * n * scalar(row.named.layers[k].hidden_s) + n * scalar(row.named.hidden_step_s[k])
+        for k, n in enumerate(stages[slowest].layers)
+    )
+    return Estimate(
+        step_time_s=time,
+        lower_s=min(lower, time),
+        upper_s=max(upper, time),
+        breakdown_s=breakdown,
+        stage_s=tuple(seconds),
+        memory_bytes=tuple(memory_of(row, rank, stage) for rank, stage in enumerate(stages)),
+        capacity_bytes=row.provider.capacity_bytes,
+        tokens_per_s_per_gpu=tokens / time / num_gpus,
+        mfu=model_total / (time * num_gpus * peak),
+        hfu=(model_total + share) / (time * num_gpus * peak),
+        comm_ops=comm_ops_of(row, slowest, stages[slowest]),
+        host_bytes_per_node=host_bytes_per_node(row, stages),
+        detail={
+            "slowest_stage": slowest,
+            "num_microbatches": int(m),
+            "beta": beta,
+            "hidden_communication_s": hidden,
+        },
+    )
+
+
+def peak_precision(setting: Setting) -> str:
+    """Precision whose peak MFU is measured against: fp32 training runs its products in tf32 or fp32."""
+    name = setting.train.precision
+    peaks = setting.cluster.device.peak_flops_per_s
+    return name if name in peaks else "bf16"
+
+
+def recomputed_flops(row: Row, stages: Sequence[StageLayout]) -> float:
+    """FLOPs per step of the whole job that recompute repeats."""
+    per_rank = 0.0
+    for stage in stages:
+        for k, policies in enumerate(stage.policies):
+            per_rank += sum(
+                n * scalar(row.named.layers[k].recompute_flops[p])
+                for p, n in enumerate(policies)
+                if n
+            )
+    return per_rank * row.num_microbatches * row.layout.tp * row.layout.cp * row.layout.dp
+
+
+def schedule_durations(
+    row: Row, stages: Sequence[StageLayout]
+) -> tuple[list[float], list[float], list[float]]:
+    """Forward, input-backward and weight-backward seconds of every virtual stage."""
+    layout, named = row.layout, row.named
+    pp, vpp = layout.pp, layout.vpp
+    schedule = SCHEDULES[layout.schedule]
+    placed = layers_of_chunks([sum(stage.layers) for stage in stages], schedule, vpp)
+    forward, backward, weight = ([0.0] * (pp * vpp) for _ in range(3))
+    kinds = row.setting.model.layer_kinds
+    for rank, stage in enumerate(stages):
+        for k, policies in enumerate(stage.policies):
+            costs = named.layers[k]
+            count = max(1, stage.layers[k])
+            extra = (
+                sum(
+                    n * (scalar(costs.recompute_s[p]) + scalar(named.fsdp_s[k][p]))
+                    for p, n in enumerate(policies)
+                )
+                / count
+            )
+            for chunk in range(vpp):
+                virtual = virtual_stage(schedule, rank, chunk, pp)
+                here = sum(1 for index in placed[virtual] if kinds[index] == k)
+                forward[virtual] += here * scalar(costs.forward_total_s)
+                weight[virtual] += here * scalar(costs.weight_s)
+                backward[virtual] += here * (
+                    scalar(costs.backward_total_s) - scalar(costs.weight_s) + extra
+                )
+    for virtual, costs, fsdp in (
+        (0, named.first, named.fsdp_first_s),
+        (pp * vpp - 1, named.head, named.fsdp_head_s),
+    ):
+        forward[virtual] += scalar(costs.forward_total_s)
+        weight[virtual] += scalar(costs.weight_s)
+        backward[virtual] += scalar(costs.backward_total_s) - scalar(costs.weight_s) + scalar(fsdp)
+    return forward, backward, weight

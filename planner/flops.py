@@ -1,0 +1,437 @@
+"""Operations of a layer: shapes of its matrix products, bytes moved, bytes kept for backward.
+
+Symbols: b micro-batch, s sequence, t tp, c cp, T = b s / c tokens of this rank, h hidden width, f MLP
+width, a heads, d head width. Activations are two bytes an element, four in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from planner.linear_attention import indexer_operations, mixer_operations
+from planner.operations import (
+    AttentionCall,
+    Operation,
+    Shard,
+    linear,
+    local_kv_heads,
+    norm,
+    residual,
+)
+from planner.specs import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+
+
+def attention_operations(
+    model: ModelSpec, spec: AttentionSpec, x: Shard, cp_kind: Any, frozen: bool
+) -> list[Operation]:
+    """Operations from the normalised input to the output projection.
+
+    Kept bytes per token: q, k, v after the rotation; the attention output (the projection's input,
+    kept again in one byte under fp8); softmax statistics, or the scores where attention is unfused
+    (2 scores, 2 probabilities, 1 mask: 5 a s bytes per token).
+
+    References: Korthikanti2022 section 4.1; Dao2023.
+    """
+    if spec.kind not in ("gqa", "mla"):
+        return mixer_operations(model, spec, x, frozen)
+    h, tokens, e = model.hidden_size, x.tokens, x.element_bytes
+    heads = spec.num_attention_heads / np.asarray(x.tp)
+    kv = local_kv_heads(spec.num_key_value_heads, x.tp) if spec.kind == "gqa" else heads
+    d, dv = spec.head_dim, spec.v_dim
+    q_width, k_width, v_width = heads * d, kv * d, kv * dv
+    ops: list[Operation] = []
+    up = ("mla_up_projection",)
+    if spec.kind == "mla":
+        latent = spec.kv_lora_rank + spec.qk_rope_head_dim
+        if spec.q_lora_rank:
+            ops.append(
+                linear(
+                    "q_down",
+                    "attention_gemm",
+                    x.token_rows,
+                    spec.q_lora_rank,
+                    h,
+                    x,
+                    kept=2 * e * spec.q_lora_rank * x.token_rows,
+                    frozen=frozen,
+                )
+            )
+            ops.append(norm("q_latent_norm", spec.q_lora_rank, x.token_rows, x, keeps_output=False))
+            ops.append(
+                linear(
+                    "q_up",
+                    "attention_gemm",
+                    tokens,
+                    q_width,
+                    spec.q_lora_rank,
+                    x,
+                    kept=e * q_width * tokens,
+                    modules=up,
+                    frozen=frozen,
+                )
+            )
+        else:
+            ops.append(
+                linear(
+                    "q",
+                    "attention_gemm",
+                    tokens,
+                    q_width,
+                    h,
+                    x,
+                    kept=e * q_width * tokens,
+                    frozen=frozen,
+                )
+            )
+        ops.append(
+            linear(
+                "kv_down",
+                "attention_gemm",
+                x.token_rows,
+                latent,
+                h,
+                x,
+                kept=2 * e * latent * x.token_rows,
+                frozen=frozen,
+            )
+        )
+        ops.append(norm("kv_latent_norm", spec.kv_lora_rank, x.token_rows, x, keeps_output=False))
+        nope = d - spec.qk_rope_head_dim
+        ops.append(
+            linear(
+                "kv_up",
+                "attention_gemm",
+                tokens,
+                heads * (nope + dv),
+                spec.kv_lora_rank,
+                x,
+                kept=e * (k_width + v_width) * tokens,
+                modules=up,
+                frozen=frozen,
+            )
+        )
+    else:
+        width = q_width + k_width + v_width + (q_width if spec.gate else 0)
+        ops.append(
+            linear(
+                "qkv",
+                "attention_gemm",
+                tokens,
+                width,
+                h,
+                x,
+                kept=e * width * tokens,
+                bias=spec.qkv_bias,
+                frozen=frozen,
+            )
+        )
+    if spec.qk_norm != "none":
+        ops.append(norm("qk_norm", 1, (q_width + k_width) * tokens, x, keeps_output=False))
+    if model.positions == "rotary":
+        rotated = q_width + k_width
+        if spec.kind == "mla":
+            rotated = (
+                heads + 1
+            ) * spec.qk_rope_head_dim + k_width  # rotate, then lay out k per head
+        ops.append(
+            Operation(
+                "rotary",
+                "memory_bound",
+                forward_bytes=x.passes["rotary_forward"] * e / 2 * rotated * tokens,
+                backward_bytes=x.passes["rotary_backward"] * e / 2 * rotated * tokens,
+                modules=("norm",),
+            )
+        )
+    if spec.index_n_heads:
+        ops += indexer_operations(model, spec, x, frozen)
+    ops.append(core_attention(spec, x, heads, kv, cp_kind))
+    out_in = heads * dv
+    kept_out = (e + (1.0 if x.quantized else 0.0)) * out_in * tokens
+    ops.append(
+        linear(
+            "out",
+            "attention_gemm",
+            tokens,
+            h,
+            out_in,
+            x,
+            kept=kept_out,
+            bias=spec.out_bias,
+            frozen=frozen,
+        )
+    )
+    return ops
+
+
+def core_attention(spec: AttentionSpec, x: Shard, heads: Any, kv: Any, cp_kind: Any) -> Operation:
+    """The attention kernel on this rank's share of the sequence.
+
+    Ring and all-gather context parallelism keep s / c query rows against all s keys, load-balanced;
+    Ulysses trades that for a / c heads over the whole sequence. FLOPs are equal.
+    """
+    ulysses = np.asarray(cp_kind) == 2
+    cp = np.asarray(x.cp)
+    rows = np.where(ulysses, x.seq_len, x.seq_len / cp)
+    local = np.where(ulysses, heads / cp, heads)
+    call = AttentionCall(
+        x.micro_batch,
+        local,
+        np.minimum(kv, local),
+        rows,
+        x.seq_len,
+        spec.head_dim,
+        spec.v_dim,
+        spec.causal,
+        spec.index_topk or spec.window,
+    )
+    stats = 4.0 * heads * x.tokens
+    if x.flash:
+        return Operation(
+            "core_attention",
+            "attention_core",
+            attention=call,
+            kept_bytes=stats,
+            modules=("core_attention",),
+        )
+    scores = x.micro_batch * local * rows * x.seq_len
+    scale = x.element_bytes / 2
+    # The fused causal softmax of Megatron wants (b a / t) % 4 == 0; without it more passes.
+    slow = np.asarray(x.micro_batch * heads) % 4 != 0
+    forward = x.passes["scores_forward"] + slow * x.passes["scores_unfused_softmax_forward"]
+    backward = x.passes["scores_backward"] + slow * x.passes["scores_unfused_softmax_backward"]
+    kept = (2 + 2 + 1 if x.dropout else 2) * scale
+    return Operation(
+        "core_attention",
+        "attention_core",
+        attention=call,
+        forward_bytes=forward * scale * scores,
+        backward_bytes=backward * scale * scores,
+        kept_bytes=kept * scores,
+        modules=("core_attention",),
+    )
+
+
+def mlp_operations(
+    prefix: str,
+    part: str,
+    hidden: int,
+    width: Any,
+    rows: Any,
+    x: Shard,
+    *,
+    gated: bool,
+    bias: bool,
+    groups: Any = 1,
+    kept_input: Any = 0.0,
+    frozen: bool = False,
+    moe: bool = False,
+) -> list[Operation]:
+    """A feed-forward network of local width `width` over `rows` rows (each group).
+
+    Kept per row: first product's output (2 or 4 f), the activation's output (2 f, one byte in fp8).
+    """
+    e = x.element_bytes
+    fan = 2 * width if gated else width
+    kind = "gated" if gated else "plain"
+    act = ("moe_activation", "moe") if moe else ("activation", "mlp")
+    whole = ("moe",) if moe else ("mlp",)
+    size = groups * rows * width
+    return [
+        linear(
+            f"{prefix}_fc1",
+            part,
+            rows,
+            fan,
+            hidden,
+            x,
+            kept=kept_input + e * groups * rows * fan,
+            modules=whole,
+            bias=bias,
+            groups=groups,
+            frozen=frozen,
+        ),
+        Operation(
+            f"{prefix}_activation",
+            "memory_bound",
+            forward_bytes=x.passes[f"{kind}_forward"] * e / 2 * size,
+            backward_bytes=x.passes[f"{kind}_backward"] * e / 2 * size,
+            kept_bytes=x.input_bytes * size,
+            modules=act,
+        ),
+        linear(
+            f"{prefix}_fc2",
+            part,
+            rows,
+            hidden,
+            width,
+            x,
+            modules=whole,
+            bias=bias,
+            groups=groups,
+            frozen=frozen,
+        ),
+    ]
+
+
+def routed_rows(moe: MoeSpec, x: Shard) -> tuple[Any, Any]:
+    """Rows that this rank's experts process, and its number of local experts.
+
+    rows = (T / t) k etp imbalance: every rank of the ep x etp group feeds T / t tokens k times, spread
+    over ep; etp ranks see the same rows. With fewer rows than experts an expert still costs a tile.
+
+    References: Shazeer2017; parallel folding in Megatron-Core.
+    """
+    rows = x.tokens / np.asarray(x.tp) * moe.num_experts_per_tok * np.asarray(x.etp) * x.imbalance
+    return rows, moe.num_experts / np.asarray(x.ep)
+
+
+def moe_operations(model: ModelSpec, moe: MoeSpec, x: Shard, frozen: bool) -> list[Operation]:
+    """Router, permutation, grouped expert products, un-permutation, shared experts.
+
+    Kept: router probabilities (fp32 logits and probabilities, 8 bytes an expert), the rows after
+    dispatch (2 h each) and what the expert MLP keeps.
+    """
+    h, e, scale = model.hidden_size, x.element_bytes, x.element_bytes / 2
+    inside = moe.latent_size or h
+    fed = x.tokens / np.asarray(x.tp)
+    rows, local = routed_rows(moe, x)
+    sent = fed * moe.num_experts_per_tok
+    ops = [
+        linear(
+            "router",
+            "router",
+            fed,
+            moe.num_experts,
+            h,
+            x,
+            precision="router",
+            kept=8.0 * moe.num_experts * fed,
+            modules=("moe",),
+        ),
+        Operation(
+            "route",
+            "memory_bound",
+            forward_bytes=x.passes["router_forward"] * fed * moe.num_experts,
+            backward_bytes=x.passes["router_backward"] * fed * moe.num_experts,
+            modules=("moe",),
+        ),
+        Operation(
+            "permute",
+            "memory_bound",
+            forward_bytes=x.passes["permute_forward"] * scale * (sent + rows) / 2 * inside,
+            backward_bytes=x.passes["permute_backward"] * scale * (sent + rows) / 2 * inside,
+            modules=("moe",),
+        ),
+    ]
+    if moe.latent_size:
+        ops.append(
+            linear(
+                "latent",
+                "mlp_gemm",
+                fed,
+                2 * moe.latent_size,
+                h,
+                x,
+                frozen=frozen,
+                kept=e * moe.latent_size * fed,
+                modules=("moe",),
+            )
+        )
+    ops += mlp_operations(
+        "expert",
+        "expert_gemm",
+        inside,
+        moe.intermediate_size / np.asarray(x.etp),
+        rows / local,
+        x,
+        gated=moe.gated,
+        bias=moe.expert_bias,
+        groups=local,
+        kept_input=x.input_bytes * rows * inside,
+        frozen=frozen,
+        moe=True,
+    )
+    if moe.shared_intermediate_size:
+        ops += mlp_operations(
+            "shared",
+            "mlp_gemm",
+            h,
+            moe.shared_intermediate_size / np.asarray(x.tp),
+            x.tokens,
+            x,
+            gated=moe.gated,
+            bias=False,
+            frozen=frozen,
+        )
+    return ops
+
+
+def layer_operations(
+    model: ModelSpec, kind: LayerSpec, x: Shard, *, cp_kind: Any = 0, frozen: bool = False
+) -> list[Operation]:
+    """All operations of one layer, in order of the forward pass.
+
+    The residual stream is kept at the layer's input (``block_input``) and before the second norm.
+    """
+    h = model.hidden_size
+    ops = [Operation("block_input", "memory_bound", kept_bytes=x.element_bytes * h * x.token_rows)]
+    ops.append(norm("input_norm", h, x.token_rows, x))
+    ops += attention_operations(model, kind.attention, x, cp_kind, frozen)
+    two_streams = not kind.parallel
+    if two_streams:
+        ops.append(residual("attention_residual", h, x, kept=True))
+        ops.append(norm("post_attention_norm", h, x.token_rows, x))
+    for extra in range(max(0, kind.norms - (2 if two_streams else 1))):
+        ops.append(norm(f"extra_norm_{extra}", h, x.token_rows, x))
+    if kind.mlp is not None:
+        width = kind.mlp.intermediate_size / np.asarray(x.tp)
+        ops += mlp_operations(
+            "mlp",
+            "mlp_gemm",
+            h,
+            width,
+            x.tokens,
+            x,
+            gated=kind.mlp.gated,
+            bias=kind.mlp.bias,
+            frozen=frozen,
+        )
+    if kind.moe is not None:
+        ops += moe_operations(model, kind.moe, x, frozen)
+    ops.append(residual("mlp_residual", h, x, kept=False))
+    return ops
+
+
+def head_operations(model: ModelSpec, x: Shard, padded_vocab: Any) -> list[Operation]:
+    """Final norm, logits and loss on the last stage; logits stay in bf16 under fp8."""
+    if not model.lm_head:
+        return [norm("final_norm", model.hidden_size, x.token_rows, x)]
+    vocab = padded_vocab / np.asarray(x.tp)
+    return [
+        norm("final_norm", model.hidden_size, x.token_rows, x),
+        linear("logits", "head", x.tokens, vocab, model.hidden_size, x, precision="head"),
+        Operation(
+            "loss",
+            "head",
+            forward_bytes=x.passes["loss"] / 2 * x.tokens * vocab,
+            backward_bytes=x.passes["loss"] / 2 * x.tokens * vocab,
+        ),
+    ]
+
+
+def embedding_operations(model: ModelSpec, x: Shard) -> list[Operation]:
+    """Token (and learned position) lookup: read a row, write a row; backward adds into a row."""
+    size = model.hidden_size * x.tokens * x.element_bytes
+    rows = 2 if model.positions == "learned" else 1
+    kept = (x.element_bytes + 1.0) * model.hidden_size * x.token_rows if x.dropout else 0.0
+    return [
+        Operation(
+            "embedding",
+            "head",
+            forward_bytes=(1 + rows) * size,
+            backward_bytes=(1 + 2 * rows) * size,
+            kept_bytes=kept,
+        )
+    ]

@@ -1,0 +1,441 @@
+"""Seconds and bytes of one layer on one rank: operations and collectives put on the hardware.
+
+Everything broadcasts over a table of layouts (axis U). Costs are named addends; `overlap` says what
+communication hides: ``runtime`` as the runtime file has it, ``all`` (lower bound), ``none`` (upper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hwprofiles.profile import Cluster
+from planner.collectives import collective_s
+from planner.flops import (
+    embedding_operations,
+    head_operations,
+    layer_operations,
+    moe_operations,
+)
+from planner.layout import RECOMPUTE, Layout
+from planner.operations import Operation, shard_of
+from planner.parallel import context_parallel, expert_parallel, offload, recompute, tensor_parallel
+from planner.results import Array, CommOp
+from planner.roofline import attention_s, gemm_s, memory_bound_s
+from planner.runtime import Runtime
+from planner.specs import LayerSpec, ModelSpec, TrainSpec
+
+COMPUTE = ("attention_gemm", "attention_core", "mlp_gemm", "expert_gemm", "memory_bound", "head")
+EXPOSED = ("tensor_parallel", "context_parallel", "expert_parallel", "launch")
+AXIS_STRIDE: dict[str, Callable[[Layout], Any]] = {
+    "tp": lambda x: 1,
+    "cp": lambda x: x.tp,
+    "etp": lambda x: 1,
+    "ep": lambda x: x.etp,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Model, recipe, hardware and runtime: what every formula needs to know, fixed for a run."""
+
+    model: ModelSpec
+    train: TrainSpec
+    cluster: Cluster
+    runtime: Runtime
+    num_gpus: int
+    overlap: str = "runtime"
+    kernel: str = "unfused"
+
+    @property
+    def element_bytes(self) -> float:
+        return 4.0 if self.train.precision == "fp32" else 2.0
+
+    @property
+    def flash(self) -> bool:
+        return self.kernel != "unfused"
+
+    def gemm_precision(self, wanted: str) -> str:
+        """Precision of a product: router and head stay out of fp8 and fp4."""
+        name = self.train.precision
+        if wanted and name in ("fp8", "fp4"):
+            return "bf16"
+        return name
+
+
+@dataclass
+class LayerCosts:
+    """One layer on one rank and micro-batch; arrays (U,), policies as in `RECOMPUTE`.
+
+    `forward_s` and `backward_s` are addends by part; `weight_s` is the share of backward that
+    computes weight gradients; `recompute_s[p]` is extra time under policy p; `hidden_s` is
+    communication that compute hides. `forward_flops` counts this rank's.
+    """
+
+    forward_s: dict[str, Array] = field(default_factory=dict)
+    backward_s: dict[str, Array] = field(default_factory=dict)
+    weight_s: Any = 0.0
+    recompute_s: list[Any] = field(default_factory=lambda: [0.0] * len(RECOMPUTE))
+    recompute_flops: list[Any] = field(default_factory=lambda: [0.0] * len(RECOMPUTE))
+    kept_bytes: list[Any] = field(default_factory=lambda: [0.0] * len(RECOMPUTE))
+    working_bytes: list[Any] = field(default_factory=lambda: [0.0] * len(RECOMPUTE))
+    hidden_s: Any = 0.0
+    forward_flops: Any = 0.0
+    comm_ops: list[CommOp] = field(default_factory=list)
+
+    @property
+    def forward_total_s(self) -> Any:
+        return sum(self.forward_s.values())
+
+    @property
+    def backward_total_s(self) -> Any:
+        return sum(self.backward_s.values())
+
+    def gathered(self, index: Any) -> LayerCosts:
+        """The same costs at rows `index` of the table."""
+
+        def pick(value: Any) -> Any:
+            return value[index] if np.ndim(value) else value
+
+        return LayerCosts(
+            {k: pick(v) for k, v in self.forward_s.items()},
+            {k: pick(v) for k, v in self.backward_s.items()},
+            pick(self.weight_s),
+            [pick(v) for v in self.recompute_s],
+            [pick(v) for v in self.recompute_flops],
+            [pick(v) for v in self.kept_bytes],
+            [pick(v) for v in self.working_bytes],
+            pick(self.hidden_s),
+            pick(self.forward_flops),
+            [
+                replace(
+                    op,
+                    num_bytes=pick(op.num_bytes),
+                    count=pick(op.count),
+                    total_s=pick(op.total_s),
+                    exposed_s=pick(op.exposed_s),
+                )
+                for op in self.comm_ops
+            ],
+        )
+
+
+def operation_s(op: Operation, setting: Setting) -> tuple[Any, Any, Any]:
+    """Seconds of an operation: forward, backward for its input, backward for its weight.
+
+    C[m, n] = A[m, k] B[k, n]; input gradient [m, k] over n, weight gradient [k, n] over m.
+    """
+    device = setting.cluster.device
+    forward: Any = 0.0
+    backward: Any = 0.0
+    weight: Any = 0.0
+    if np.any(np.asarray(op.forward_bytes) > 0):
+        forward = forward + memory_bound_s(device, op.forward_bytes)
+    if np.any(np.asarray(op.backward_bytes) > 0):
+        backward = backward + memory_bound_s(device, op.backward_bytes)
+    if op.gemm is not None:
+        g = op.gemm
+        precision = setting.gemm_precision(g.precision)
+        forward = forward + gemm_s(device, precision, g.m, g.n, g.k, batch=g.groups)
+        backward = backward + gemm_s(
+            device, precision, g.m, g.k, g.n, batch=g.groups, backward=True
+        )
+        if not op.frozen:
+            weight = gemm_s(device, precision, g.k, g.n, g.m, batch=g.groups, backward=True)
+    if op.attention is not None:
+        a = op.attention
+        args = (
+            device,
+            setting.kernel,
+            a.batch,
+            a.heads,
+            a.kv_heads,
+            a.seq_q,
+            a.seq_kv,
+            a.head_dim,
+            a.v_head_dim,
+            a.causal,
+            a.window or 0,
+        )
+        forward = forward + attention_s(*args, backward=False)
+        backward = backward + attention_s(*args, backward=True)
+    return forward, backward, weight
+
+
+def add(target: dict[str, Any], name: str, value: Any) -> None:
+    target[name] = target.get(name, 0.0) + value
+
+
+def accumulate(costs: LayerCosts, operations: Sequence[Operation], setting: Setting) -> None:
+    """Add operations: times by part, recompute and kept bytes by policy."""
+    modules = setting.runtime.selective_modules
+    for op in operations:
+        forward, backward, weight = operation_s(op, setting)
+        part = "expert_gemm" if op.part == "router" else op.part
+        add(costs.forward_s, part, forward)
+        add(costs.backward_s, part, backward + weight)
+        costs.weight_s = costs.weight_s + weight
+        costs.forward_flops = costs.forward_flops + op.flops
+        dropped = recompute.dropped_fraction(op, modules)
+        costs.recompute_s[1] = costs.recompute_s[1] + dropped * forward
+        costs.recompute_flops[1] = costs.recompute_flops[1] + dropped * op.flops
+        costs.recompute_s[2] = costs.recompute_s[2] + forward
+        costs.recompute_flops[2] = costs.recompute_flops[2] + op.flops
+    for p, policy in enumerate(RECOMPUTE):
+        costs.kept_bytes[p] = costs.kept_bytes[p] + recompute.kept_bytes(
+            operations, policy, modules
+        )
+        costs.working_bytes[p] = costs.working_bytes[p] + recompute.working_bytes(
+            operations, policy, modules
+        )
+
+
+def hide(total: Any, fraction: float, compute: Any, setting: Setting) -> Any:
+    """Exposed part of `total` seconds of traffic next to `compute` seconds that may hide it.
+
+    At most `fraction` of it hides, and at most as long as the compute lasts.
+
+    >>> from types import SimpleNamespace
+    >>> float(hide(2.0, 0.5, 10.0, SimpleNamespace(overlap="runtime")))
+    1.0
+    """
+    if setting.overlap == "all":
+        return np.zeros_like(total)
+    if setting.overlap == "none":
+        return total
+    return total - np.minimum(fraction * np.asarray(total), compute)
+
+
+def time_comm(ops: Sequence[CommOp], layout: Layout, setting: Setting) -> list[CommOp]:
+    """Fill in the seconds of all calls of each operation."""
+    timed = []
+    for op in ops:
+        count = np.asarray(op.count)
+        if not np.any(count > 0):
+            continue
+        size = getattr(layout, op.axis)
+        each = collective_s(
+            setting.cluster, op.kind, op.num_bytes, size, AXIS_STRIDE[op.axis](layout)
+        )
+        timed.append(replace(op, total_s=np.where(count > 0, count * each, 0.0)))
+    return timed
+
+
+def add_comm(
+    costs: LayerCosts,
+    ops: Sequence[CommOp],
+    part: str,
+    fraction: float,
+    layout: Layout,
+    setting: Setting,
+    beside: Any,
+    *,
+    repeats: bool = True,
+) -> None:
+    """Add the exposed share of collectives; `beside` is compute by phase that may hide them."""
+    for op in time_comm(ops, layout, setting):
+        free = op.what.endswith("hidden") and setting.overlap != "none"
+        exposed = (
+            np.zeros_like(op.total_s)
+            if free
+            else hide(op.total_s, fraction, beside[op.phase], setting)
+        )
+        costs.comm_ops.append(replace(op, exposed_s=exposed))
+        costs.hidden_s = costs.hidden_s + (op.total_s - exposed)
+        if op.phase == "forward":
+            add(costs.forward_s, part, exposed)
+            if repeats:
+                costs.recompute_s[2] = costs.recompute_s[2] + exposed
+        else:
+            add(costs.backward_s, part, exposed)
+
+
+def dense_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) -> LayerCosts:
+    """Attention, norms, dense MLP, shared expert; with tensor and context parallel traffic."""
+    model, train, runtime = setting.model, setting.train, setting.runtime
+    x = shard_of(
+        layout,
+        model,
+        train,
+        sequence_parallel=runtime.sequence_parallel,
+        flash=setting.flash,
+        passes=runtime.pass_bytes,
+    )
+    costs = LayerCosts()
+    ops = layer_operations(model, replace(kind, moe=None), x, cp_kind=layout.cp_kind, frozen=frozen)
+    accumulate(costs, ops, setting)
+    gemm = {
+        "forward": costs.forward_s.get("attention_gemm", 0.0)
+        + costs.forward_s.get("mlp_gemm", 0.0),
+        "backward": costs.backward_s.get("attention_gemm", 0.0)
+        + costs.backward_s.get("mlp_gemm", 0.0),
+    }
+    core = {
+        "forward": costs.forward_s["attention_core"],
+        "backward": costs.backward_s["attention_core"],
+    }
+    tp_ops = tensor_parallel.comm_ops(
+        model, kind, x.tokens, layout.tp, x.element_bytes, runtime.sequence_parallel
+    )
+    add_comm(costs, tp_ops, "tensor_parallel", runtime.tp_overlap_fraction, layout, setting, gemm)
+    cp_ops = context_parallel.comm_ops(
+        kind.attention, x.tokens, layout.tp, layout.cp, layout.cp_kind, x.element_bytes
+    )
+    for op in cp_ops:
+        fraction = runtime.cp_overlap_fraction if op.kind == "send_recv" else 0.0
+        add_comm(costs, [op], "context_parallel", fraction, layout, setting, core)
+    return costs
+
+
+def moe_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) -> LayerCosts:
+    """Router, permutation, experts, shared experts, with expert parallel traffic and host waits."""
+    model, train, runtime = setting.model, setting.train, setting.runtime
+    costs = LayerCosts()
+    if kind.moe is None:
+        return costs
+    x = shard_of(
+        layout,
+        model,
+        train,
+        sequence_parallel=runtime.sequence_parallel,
+        flash=setting.flash,
+        passes=runtime.pass_bytes,
+    )
+    accumulate(costs, moe_operations(model, kind.moe, x, frozen), setting)
+    compute = {"forward": costs.forward_total_s, "backward": costs.backward_total_s}
+    ops = expert_parallel.comm_ops(
+        model,
+        kind.moe,
+        x.tokens,
+        layout.tp,
+        layout.ep,
+        layout.etp,
+        x.element_bytes,
+        train.router_imbalance,
+    )
+    add_comm(costs, ops, "expert_parallel", runtime.ep_overlap_fraction, layout, setting, compute)
+    return costs
+
+
+def merged(first: LayerCosts, second: LayerCosts) -> LayerCosts:
+    """Sum of two parts of a layer."""
+    total = LayerCosts()
+    for part in (first, second):
+        for name, value in part.forward_s.items():
+            add(total.forward_s, name, value)
+        for name, value in part.backward_s.items():
+            add(total.backward_s, name, value)
+    total.weight_s = first.weight_s + second.weight_s
+    for target, one, two in (
+        (total.recompute_s, first.recompute_s, second.recompute_s),
+        (total.recompute_flops, first.recompute_flops, second.recompute_flops),
+        (total.kept_bytes, first.kept_bytes, second.kept_bytes),
+        (total.working_bytes, first.working_bytes, second.working_bytes),
+    ):
+        target[:] = [a + b for a, b in zip(one, two, strict=True)]
+    total.hidden_s = first.hidden_s + second.hidden_s
+    total.forward_flops = first.forward_flops + second.forward_flops
+    total.comm_ops = [*first.comm_ops, *second.comm_ops]
+    return total
+
+
+def add_host(costs: LayerCosts, kind: LayerSpec, layout: Layout, setting: Setting) -> None:
+    """Time that the GPU waits for the host: forward and backward each last max(GPU, launches).
+
+    host = launches * time per launch; a dropless MoE layer also waits for its split sizes, which
+    drains the queue, so that time adds.
+    """
+    runtime, each = setting.runtime, setting.cluster.device.host_launch_s
+    name = "moe" if kind.moe is not None else "dense"
+    tensor = np.where(np.asarray(layout.tp) > 1, 1.0, 0.0)
+    sync = runtime.moe_host_sync_s if kind.moe is not None else 0.0
+    launches = {
+        phase: runtime.launches[f"{name}_{phase}"] + tensor * runtime.launches[f"tp_{phase}"]
+        for phase in ("forward", "backward")
+    }
+    forward_wait = np.maximum(0.0, launches["forward"] * each - costs.forward_total_s)
+    backward_wait = np.maximum(0.0, launches["backward"] * each - costs.backward_total_s)
+    again = (launches["forward"] + runtime.launches["recompute"]) * each
+    costs.recompute_s[2] = np.maximum(costs.recompute_s[2], again)
+    add(costs.forward_s, "launch", forward_wait + sync / 2)
+    add(costs.backward_s, "launch", backward_wait + sync / 2)
+
+
+def unique_rows(*columns: Any) -> tuple[Any, Any]:
+    """Indices of the distinct rows of integer columns, and for every row which one it is.
+
+    >>> first, inverse = unique_rows([1, 1, 2], [5, 5, 5])
+    >>> first.tolist(), inverse.tolist()
+    ([0, 2], [0, 0, 1])
+    """
+    arrays = np.broadcast_arrays(*[np.atleast_1d(np.asarray(c, dtype=np.int64)) for c in columns])
+    key = np.zeros(arrays[0].shape, dtype=np.int64)
+    for column in arrays:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+def layer_costs(kind: LayerSpec, layout: Layout, setting: Setting) -> LayerCosts:
+    """One layer of `kind` for a table of layouts; what ep and etp do not touch is done once."""
+    frozen = setting.train.lora is not None
+    first, inverse = unique_rows(layout.tp, layout.cp, layout.cp_kind, layout.micro_batch)
+    part = dense_part(kind, layout.take(first), setting, frozen)
+    costs = merged(part.gathered(inverse), moe_part(kind, layout, setting, frozen))
+    compute = costs.forward_total_s
+    add_host(costs, kind, layout, setting)
+    link = setting.cluster.device.host_link_bytes_per_s
+    whole = costs.kept_bytes[0]
+    backward = costs.backward_total_s
+    costs.recompute_s[3] = offload.activation_exposed_s(
+        whole, compute, link
+    ) + offload.activation_exposed_s(whole, backward, link)
+    return costs
+
+
+def edge_costs(
+    layout: Layout, setting: Setting, padded_vocab: Any
+) -> tuple[LayerCosts, LayerCosts]:
+    """Embedding (with the encoder tower) and head with loss, for a table of layouts."""
+    model, train, runtime = setting.model, setting.train, setting.runtime
+    x = shard_of(
+        layout,
+        model,
+        train,
+        sequence_parallel=runtime.sequence_parallel,
+        flash=setting.flash,
+        passes=runtime.pass_bytes,
+    )
+    first, head = LayerCosts(), LayerCosts()
+    accumulate(first, embedding_operations(model, x), setting)
+    accumulate(head, head_operations(model, x, padded_vocab), setting)
+    first_ops, head_ops = tensor_parallel.edge_comm_ops(
+        model, x.tokens, layout.tp, x.element_bytes, runtime.sequence_parallel
+    )
+    none = {"forward": 0.0, "backward": 0.0}
+    add_comm(first, first_ops, "tensor_parallel", 0.0, layout, setting, none)
+    if model.lm_head:
+        add_comm(head, head_ops, "tensor_parallel", 0.0, layout, setting, none)
+    if model.tower is not None:
+        tower = model.tower
+        encoder = replace(
+            model,
+            hidden_size=tower.hidden_size,
+            kinds=(tower.layer,),
+            layer_kinds=(0,) * tower.num_hidden_layers,
+            positions="learned",
+            tower=None,
+        )
+        images = replace(train, seq_len=tower.tokens)
+        flat = layout.with_(cp=1, cp_kind=0)
+        one = dense_part(tower.layer, flat, replace(setting, model=encoder, train=images), False)
+        for name, value in one.forward_s.items():
+            add(first.forward_s, name, tower.num_hidden_layers * value)
+        for name, value in one.backward_s.items():
+            add(first.backward_s, name, tower.num_hidden_layers * value)
+        first.kept_bytes[0] = first.kept_bytes[0] + tower.num_hidden_layers * one.kept_bytes[0]
+        first.forward_flops = first.forward_flops + tower.num_hidden_layers * one.forward_flops
+    return first, head
