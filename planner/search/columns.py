@@ -1,0 +1,361 @@
+"""Stage columns: the least time of a stage for given layers, over all recompute mixes that fit.
+
+A stage with layers ``n[k]`` of kind k under policies p takes
+
+    t = stage_s + [first] first_s + [head] head_s + sum n[k,p] layer_s[k,p]
+
+and must hold its bytes (`planner.results.StageCosts`). Layers of the main kind mix policies freely, all
+layers of other kinds in one stage share one policy. Memory couples nothing across stages, and step
+time rises with every t, so that the least t is all that a search over splits needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.results import Array, StageCosts
+
+Index = NDArray[np.int64]
+SLACK = 1e-12  # of the capacity: rounding never decides whether a stage fits
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Costs of N layouts of one pp with their stages told apart, (N, S) unless said.
+
+    `first` and `head` are 0 or 1. `costs` are the rows, N long.
+    """
+
+    costs: StageCosts
+    in_flight: Array
+    first: Array
+    head: Array
+    time_s: Array  # without layers
+    step_s: Array
+    room_bytes: Array  # capacity less what does not depend on layers
+
+    def take(self, index: Index) -> Stages:
+        return Stages(
+            self.costs.take(index),
+            *(
+                getattr(self, name)[index]
+                for name in ("in_flight", "first", "head", "time_s", "step_s", "room_bytes")
+            ),
+        )
+
+
+def stages(costs: StageCosts, in_flight: Array, head_stage: Index) -> Stages:
+    """Tell the stages of rows with one pp apart; `in_flight` is (N, S)."""
+    num_stages = in_flight.shape[1]
+    position = np.arange(num_stages)
+    first = np.broadcast_to((position == 0).astype(float), in_flight.shape)
+    head = (position == head_stage[:, None]).astype(float)
+    room = (
+        costs.capacity_bytes * (1.0 + SLACK)
+        - costs.fixed_bytes[:, None]
+        - first * costs.first_bytes[:, None]
+        - head * costs.head_bytes[:, None]
+        - first * in_flight * costs.first_act_bytes[:, None]
+    )
+    return Stages(
+        costs=costs,
+        in_flight=in_flight,
+        first=first,
+        head=head,
+        time_s=costs.stage_s[:, None]
+        + first * costs.first_s[:, None]
+        + head * costs.head_s[:, None],
+        step_s=first * costs.first_step_s[:, None] + head * costs.head_step_s[:, None],
+        room_bytes=room,
+    )
+
+
+def least(costs: StageCosts) -> tuple[Array, Array, Array]:
+    """Per kind, over its allowed policies: least seconds, activation bytes, working bytes, (R, K)."""
+    allowed = np.isfinite(costs.layer_s)
+    return (
+        costs.layer_s.min(axis=2),
+        np.where(allowed, costs.layer_act_bytes, np.inf).min(axis=2),
+        np.where(allowed, costs.working_bytes, np.inf).min(axis=2),
+    )
+
+
+def relaxed_times(table: Stages, counts: Array, main: int) -> Array:
+    """Lower bound on the time of stages with `counts` (N, S, Q, K) layers [s], inf: cannot fit.
+
+    The mix of the main kind is fractional: points (bytes saved, seconds added) per policy span a lower
+    convex hull, which is the maximum over slopes w of ``w x + min_p (added_p - w saved_p)``; every
+    slope gives a bound, those between two points give the hull. Working bytes at their least.
+
+    >>> costs = _example()
+    >>> table = stages(costs, np.array([[1.0]]), np.array([0]))
+    >>> relaxed_times(table, np.full((1, 1, 1, 1), 4.0), 0)  # 4 layers of 1 s; 4 of 8 units missing
+    array([[[6.]]])
+    """
+    costs = table.costs
+    num_policies = costs.layer_s.shape[2]
+    _, _, working = least(costs)
+    seconds = costs.layer_s[:, main]  # (N, P)
+    allowed = np.isfinite(seconds)
+    act = np.where(allowed, costs.layer_act_bytes[:, main], np.inf)
+    base = seconds.argmin(axis=1)[:, None]
+    base_act = np.take_along_axis(act, base, 1)
+    base_s = np.take_along_axis(seconds, base, 1)
+    saved = np.where(allowed, base_act - act, -np.inf)
+    added = np.where(allowed, seconds - base_s, np.inf)
+    lines = []
+    for i, j in combinations(range(num_policies), 2):
+        with np.errstate(invalid="ignore", divide="ignore"):
+            slope = (added[:, j] - added[:, i]) / (saved[:, j] - saved[:, i])
+        slope = np.where(np.isfinite(slope) & (slope > 0), slope, 0.0)
+        if slope.any():
+            with np.errstate(invalid="ignore"):
+                points = np.where(allowed, added - slope[:, None] * saved, np.inf)
+            lines.append((slope[:, None, None], points.min(axis=1)[:, None, None]))
+    in_flight = table.in_flight[:, :, None]
+    own = counts[..., main]
+    static = np.einsum("nsqk,nk->nsq", counts, costs.layer_static_bytes)
+    room = table.room_bytes[:, :, None] - static
+    best = np.full(own.shape, np.inf)
+    for other_s, other_act, other_work in _other_policies(table, counts, main):
+        charged = np.where(
+            own > 0, np.maximum(other_work, working[:, main, None, None]), other_work
+        )
+        need = (own * base_act[:, :, None] + other_act) * in_flight + charged - room
+        x = need / in_flight
+        extra = np.zeros(own.shape)
+        for slope, offset in lines:
+            np.maximum(extra, slope * x + offset * own, out=extra)
+        most = saved.max(axis=1)[:, None, None]
+        fits = need <= own * most * in_flight + 1e-9 * np.abs(room)
+        np.minimum(best, np.where(fits, other_s + extra, np.inf), out=best)
+    time: Array = table.time_s[:, :, None] + own * base_s[:, :, None] + best
+    return time
+
+
+def _other_policies(
+    table: Stages, counts: Array, main: int
+) -> list[tuple[Array | float, Array | float, Array | float]]:
+    """Seconds, activation bytes and working bytes of the other kinds' layers, per shared policy."""
+    costs = table.costs
+    num_kinds, num_policies = costs.layer_s.shape[1:]
+    others = [k for k in range(num_kinds) if k != main and counts[..., k].any()]
+    if not others:
+        return [(0.0, 0.0, 0.0)]
+    found: list[tuple[Array | float, Array | float, Array | float]] = []
+    for p in range(num_policies):
+        seconds = np.zeros(counts.shape[:3])
+        act = np.zeros(counts.shape[:3])
+        work = np.zeros(counts.shape[:3])
+        for k in others:
+            number = counts[..., k]
+            layer_s = costs.layer_s[:, k, p][:, None, None]
+            used = number > 0
+            with np.errstate(invalid="ignore"):
+                seconds += np.where(used, number * layer_s, 0.0)
+            act += number * costs.layer_act_bytes[:, k, p][:, None, None]
+            work = np.where(
+                used, np.maximum(work, costs.working_bytes[:, k, p][:, None, None]), work
+            )
+        found.append((seconds, act, work))
+    return found
+
+
+def exact_times(table: Stages, counts: Array, main: int, most_s: Array) -> Array:
+    """Least time of stages with integer mixes [s], (N, S, Q); inf: none fits or above `most_s` (N,).
+
+    Starts from `relaxed_times`: entries above `most_s` need no integer mix.
+    """
+    relaxed = relaxed_times(table, counts, main)
+    wanted = np.isfinite(relaxed) & (relaxed <= most_s[:, None, None])
+    times = np.full(relaxed.shape, np.inf)
+    n, s, q = np.nonzero(wanted)
+    if n.size:
+        times[n, s, q] = best_mixes(table, n, s, counts[n, s, q], main)[0]
+    return times
+
+
+def best_mixes(
+    table: Stages, row: Index, stage: Index, counts: Array, main: int
+) -> tuple[Array, Index, Index]:
+    """Least time [s] and its mix for E entries: stage `stage` of row `row` with `counts` (E, K).
+
+    Returns times (inf: nothing fits), layers of the main kind per policy (E, P), and the policy of
+    the other kinds' layers (E,). Of equal times the lowest other policy and the smallest cap on
+    working bytes is taken.
+
+    ``working_bytes`` is charged as a maximum over what is used: for each policy w of the main kind,
+    allow the policies that work in no more bytes than w, and charge w. The best of these cases is
+    exact, since the true mix is charged exactly in the case of its own largest.
+    """
+    costs = table.costs
+    num_kinds, num_policies = costs.layer_s.shape[1:]
+    others = [k for k in range(num_kinds) if k != main]
+    own = counts[:, main]
+    in_flight = table.in_flight[row, stage]
+    room = table.room_bytes[row, stage] - (counts * costs.layer_static_bytes[row]).sum(axis=1)
+    seconds = costs.layer_s[row, main]
+    act = costs.layer_act_bytes[row, main] * in_flight[:, None]
+    working = costs.working_bytes[row, main]
+    best = np.full(row.size, np.inf)
+    best_mix = np.zeros((row.size, num_policies), dtype=np.int64)
+    best_other = np.zeros(row.size, dtype=np.int64)
+    has_other = counts[:, others].sum(axis=1) > 0 if others else np.zeros(row.size, dtype=bool)
+    for p in range(num_policies if has_other.any() else 1):
+        other_s, other_bytes, other_work = _entry_others(costs, row, counts, others, p, in_flight)
+        for w in range(num_policies):
+            cap = working[:, w]
+            allowed = np.isfinite(seconds) & (working <= cap[:, None])
+            # The same cap as an earlier policy's is the same case.
+            repeated = (working[:, :w] == cap[:, None]).any(axis=1)
+            empty = own == 0
+            charged = np.where(empty, other_work, np.maximum(cap, other_work))
+            ask = np.isfinite(other_s) & np.isfinite(seconds[:, w]) & ~repeated
+            ask |= empty & np.isfinite(other_s) & (w == 0)
+            if p:
+                ask &= has_other
+            index = np.flatnonzero(ask)
+            if index.size == 0:
+                continue
+            left = (room - other_bytes - charged)[index]
+            time, mix = _fill(own[index], left, seconds[index], act[index], allowed[index])
+            time = time + other_s[index]
+            better = time < best[index]
+            chosen = index[better]
+            best[chosen] = time[better]
+            best_mix[chosen] = mix[better]
+            best_other[chosen] = p
+    return best + table.time_s[row, stage], best_mix, best_other
+
+
+def _entry_others(
+    costs: StageCosts, row: Index, counts: Array, others: list[int], p: int, in_flight: Array
+) -> tuple[Array, Array, Array]:
+    seconds, num_bytes, work = (np.zeros(row.size) for _ in range(3))
+    for k in others:
+        number = counts[:, k]
+        used = number > 0
+        with np.errstate(invalid="ignore"):
+            seconds += np.where(used, number * costs.layer_s[row, k, p], 0.0)
+        num_bytes += number * costs.layer_act_bytes[row, k, p] * in_flight
+        work = np.where(used, np.maximum(work, costs.working_bytes[row, k, p]), work)
+    return seconds, num_bytes, work
+
+
+def _fill(
+    number: Array, room: Array, seconds: Array, num_bytes: Array, allowed: NDArray[np.bool_]
+) -> tuple[Array, Index]:
+    """Cheapest integer mix of `number` layers within `room` bytes, per entry.
+
+    Policies are sorted by time and dominated ones dropped; then more time means fewer bytes. Counts
+    of all but the two fastest are tried; between those two the least count of the leaner one has a
+    closed form.
+    """
+    entries, num_policies = seconds.shape
+    cost = np.where(allowed, seconds, np.inf)
+    order = np.lexsort((np.where(allowed, num_bytes, np.inf), cost), axis=1)
+    cost = np.take_along_axis(cost, order, 1)
+    size = np.where(np.isfinite(cost), np.take_along_axis(num_bytes, order, 1), np.inf)
+    lean = np.minimum.accumulate(size, axis=1)
+    useful = np.isfinite(cost)
+    useful[:, 1:] &= size[:, 1:] < lean[:, :-1]
+    rank = np.argsort(~useful, axis=1, kind="stable")
+    order = np.take_along_axis(order, rank, 1)
+    num_useful = useful.sum(axis=1)
+    dropped = ~np.take_along_axis(useful, rank, 1)
+    cost = np.where(dropped, np.inf, np.take_along_axis(cost, rank, 1))
+    size = np.where(dropped, np.inf, np.take_along_axis(size, rank, 1))
+    time = np.full(entries, np.inf)
+    mix = np.zeros((entries, num_policies), dtype=np.int64)
+    none = np.flatnonzero((number == 0) & (room >= 0))
+    time[none] = 0.0
+    fast = (number > 0) & (num_useful > 0)
+    with np.errstate(invalid="ignore"):
+        fast &= number * size[:, 0] <= room
+    time[fast] = number[fast] * cost[fast, 0]
+    mix[fast, order[fast, 0]] = number[fast].astype(np.int64)
+    tight = (number > 0) & (num_useful > 1) & ~fast
+    for n, useful_policies in sorted(
+        set(zip(number[tight].astype(int).tolist(), num_useful[tight].tolist(), strict=True))
+    ):
+        index = np.flatnonzero(tight & (number == n) & (num_useful == useful_policies))
+        grid = _grid(n, useful_policies - 2)  # (G, useful - 2)
+        block = max(1, 400_000 // len(grid))
+        for start in range(0, index.size, block):
+            part = index[start : start + block]
+            _fill_tight(part, n, grid, room, cost, size, order, time, mix)
+    return time, mix
+
+
+def _fill_tight(
+    index: Index,
+    number: int,
+    grid: Index,
+    room: Array,
+    cost: Array,
+    size: Array,
+    order: Index,
+    time: Array,
+    mix: Index,
+) -> None:
+    slow = grid.shape[1]
+    cost, size = cost[index], size[index]
+    rest = number - grid.sum(axis=1)  # (G,) layers under the two fastest
+    missing = rest * size[:, :1] + size[:, 2 : 2 + slow] @ grid.T - room[index][:, None]
+    count = np.ceil(missing / (size[:, :1] - size[:, 1:2]) - 1e-9).clip(min=0)
+    total = rest * cost[:, :1] + count * (cost[:, 1:2] - cost[:, :1])
+    total = total + cost[:, 2 : 2 + slow] @ grid.T
+    total = np.where(count <= rest, total, np.inf)
+    at = total.argmin(axis=1)
+    lane = np.arange(index.size)
+    value = total[lane, at]
+    good = np.isfinite(value)
+    index, at, lane = index[good], at[good], lane[good]
+    time[index] = value[good]
+    second = count[lane, at].astype(np.int64)
+    chosen = np.zeros((index.size, order.shape[1]), dtype=np.int64)
+    chosen[:, 0] = rest[at] - second
+    chosen[:, 1] = second
+    chosen[:, 2 : 2 + slow] = grid[at]
+    out = np.zeros_like(chosen)
+    np.put_along_axis(out, order[index], chosen, 1)
+    mix[index] = out
+
+
+def _grid(most: int, dimensions: int) -> Index:
+    """All count vectors of `dimensions` entries with sum at most `most`."""
+    if dimensions == 0:
+        return np.zeros((1, 0), dtype=np.int64)
+    axes = np.meshgrid(*[np.arange(most + 1)] * dimensions, indexing="ij")
+    table = np.stack([a.reshape(-1) for a in axes], axis=1).astype(np.int64)
+    kept: Index = table[table.sum(axis=1) <= most]
+    return kept
+
+
+def _example() -> StageCosts:
+    """One row: a policy of 1 s and 2 bytes a layer, one of 2 s and none but 1 byte; capacity 6."""
+    one, zero = np.ones(1), np.zeros(1)
+    return StageCosts(
+        num_microbatches=one,
+        beta=one,
+        layer_s=np.array([[[1.0, 2.0]]]),
+        layer_step_s=np.zeros((1, 1)),
+        layer_static_bytes=np.zeros((1, 1)),
+        layer_act_bytes=np.array([[[2.0, 1.0]]]),
+        working_bytes=np.zeros((1, 1, 2)),
+        stage_s=zero,
+        first_s=zero,
+        head_s=zero,
+        first_step_s=zero,
+        head_step_s=zero,
+        fixed_bytes=zero,
+        first_bytes=zero,
+        head_bytes=zero,
+        first_act_bytes=zero,
+        constant_s=zero,
+        capacity_bytes=6.0,
+    )
