@@ -17,17 +17,26 @@ __all__ = ["main"]
 
 
 class Command(NamedTuple):
-    """Where a command lives (`module:attribute`, a typer app or function) and its line of help."""
+    """Where a command lives and its line of help.
+
+    `target` is ``module:attribute``, a typer app or a function; `joined` are functions of other
+    rooms that become subcommands of the app.
+    """
 
     target: str
     help: str
+    joined: tuple[str, ...] = ()
 
 
 COMMANDS = {
     "plan": Command("planner.cli:plan", "find the best layout of a model on a cluster"),
     "estimate": Command("planner.cli:estimate", "time and memory of one layout that you name"),
     "models": Command("planner.models_cli:models", "list the models, or count one"),
-    "hardware": Command("planner.hardware_cli:app", "list the clusters and devices, or show one"),
+    "hardware": Command(
+        "hwprofiles.cli:app",
+        "list the clusters and devices, show one, or time an operation on it",
+        joined=("planner.hardware_cli:gemm", "planner.hardware_cli:collective"),
+    ),
 }
 
 NAMES = {
@@ -84,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if type(error).__name__ == "Abort":  # typer's form of a keyboard interrupt
+            return 130
         refusal = describe_refusal(error)
         if refusal is None:
             raise
@@ -111,14 +122,21 @@ def run(given: list[str]) -> int:
         os.environ.setdefault(variable, "1")
     import typer
 
-    module, _, attribute = COMMANDS[name].target.partition(":")
-    app = getattr(import_module(module), attribute)
+    app = find(COMMANDS[name].target)
     if not isinstance(app, typer.Typer):
         function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(name)(function)
+    for target in COMMANDS[name].joined:
+        app.command(target.partition(":")[2])(find(target))
     command = typer.main.get_command(app)
     result = command.main(given[1:], prog_name=f"shardwise {name}", standalone_mode=False)
     return result if isinstance(result, int) else 0
+
+
+def find(target: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def help_text() -> str:
@@ -172,8 +190,6 @@ def describe_refusal(error: Exception) -> dict[str, Any] | None:
         sentence = " ".join(str(message()).split()).rstrip(".")
         legal = list(getattr(error, "possibilities", None) or [])
         return {"error": {"message": sentence, "values": values, "legal": legal}}
-    if type(error).__name__ == "Abort":
-        return {"error": {"message": "stopped", "values": {}, "legal": []}}
     return None
 
 
