@@ -106,9 +106,13 @@ def model_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         layer_kinds=layer_kinds,
         tie_word_embeddings=tie,
         tower=tower,
-        source=whole.word("source") if isinstance(config.get("source"), str) else "",
+        source=_printable(whole.word("source")),
         **more,
     )
+
+
+def _printable(text: str) -> str:
+    return "".join(sign for sign in text if sign.isprintable())
 
 
 def sort_kinds(layers: tuple[LayerSpec, ...]) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
@@ -153,20 +157,27 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
+def read_text(path: Path, form: str) -> str:
+    """The text of a regular file of modest size, or a ModelError."""
+    where = {"path": str(path)}
+    try:
+        if not path.is_file():
+            what = "not a regular file" if path.exists() else "there is no such file"
+            raise ModelError(f"{path}: cannot be read ({what}).", values=where)
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ModelError(f"{path}: above {MAX_FILE_BYTES} bytes, no model file is so large.")
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not text, a model file is {form} in UTF-8.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelError(f"{path}: cannot be read ({reason}).", values=where) from None
+
+
 def read_json(path: Path) -> Any:
     """The JSON value in `path`, or a ModelError that says why it cannot be read."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"{path}: a model config above {MAX_FILE_BYTES} bytes is refused.")
-        text = path.read_bytes().decode("utf-8")
-        return json.loads(text, object_pairs_hook=_unique)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ModelError(
-            f"{path}: cannot be read ({reason}).", values={"path": str(path)}
-        ) from None
-    except UnicodeDecodeError:
-        raise ModelError(f"{path}: not a text file, a model config is JSON in UTF-8.") from None
+        return json.loads(read_text(path, "JSON"), object_pairs_hook=_unique)
     except RecursionError:
         raise ModelError(f"{path}: nested too deep for a model config.") from None
     except ValueError as error:

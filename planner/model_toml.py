@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.config_fields import MAX_COUNT, MAX_LAYERS, MAX_WIDTH, Fields, near
 from planner.errors import ModelError
-from planner.hf_config import sort_kinds
+from planner.hf_config import read_text, sort_kinds
 from planner.specs import (
     ATTENTION_KINDS,
     AttentionSpec,
@@ -25,7 +25,6 @@ from planner.specs import (
     TowerSpec,
 )
 
-MAX_FILE_BYTES = 4 << 20
 LEGAL_WORDS = {
     "kind": ATTENTION_KINDS,
     "qk_norm": ("none", "head", "full"),
@@ -183,16 +182,7 @@ def model_from_toml(path: str | Path) -> ModelSpec:
     """
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"{path}: a model file above {MAX_FILE_BYTES} bytes is refused.")
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ModelError(
-            f"{path}: cannot be read ({reason}).", values={"path": str(path)}
-        ) from None
-    except UnicodeDecodeError:
-        raise ModelError(f"{path}: not a text file, a model file is TOML in UTF-8.") from None
+        table = tomllib.loads(read_text(path, "TOML"))
     except RecursionError:
         raise ModelError(f"{path}: nested too deep for a model file.") from None
     except ValueError as error:

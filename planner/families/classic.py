@@ -265,7 +265,7 @@ def read_vit(fields: Fields) -> Parts:
             "lm_head": False,
             "dropout": has_dropout(fields, "hidden_dropout_prob", "attention_probs_dropout_prob"),
             "extra_params": pixels * hidden + hidden + hidden + (hidden + 1) * labels,
-            "extra_params_note": f"patch embedding, class token and classifier of {labels} labels",
+            "extra_params_note": f"patches, class token, head of {labels} labels",
         },
     )
 
