@@ -490,12 +490,13 @@ def _position_bound(
         columns = position_columns(part, found, order, most_s, mix)
         slowest = columns.min_bottleneck()
         sum_s = np.maximum(columns.min_sum() * (1 - 1e-12), own.sum_s)
-        costs = part.costs
+        possible = np.flatnonzero(np.isfinite(slowest) & np.isfinite(sum_s))
+        costs = part.costs.take(possible)
         value = (
-            (costs.num_microbatches - costs.beta) * slowest
-            + costs.beta * sum_s
-            + own.step_s
+            (costs.num_microbatches - costs.beta) * slowest[possible]
+            + costs.beta * sum_s[possible]
+            + own.step_s[possible]
             + costs.constant_s
         )
-        result[index] = np.where(np.isfinite(slowest) & np.isfinite(sum_s), value, np.inf)
+        result[index[possible]] = value
     return np.maximum(result, bound.time_s)
