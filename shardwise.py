@@ -93,8 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if type(error).__name__ == "Abort":  # typer's form of a keyboard interrupt
-            return 130
+        if type(error).__name__ == "Exit":  # how --help ends; the class moves with typer's version
+            return int(getattr(error, "exit_code", 0))
         refusal = describe_refusal(error)
         if refusal is None:
             raise
@@ -129,8 +129,10 @@ def run(given: list[str]) -> int:
     for target in COMMANDS[name].joined:
         app.command(target.partition(":")[2])(find(target))
     command = typer.main.get_command(app)
-    result = command.main(given[1:], prog_name=f"shardwise {name}", standalone_mode=False)
-    return result if isinstance(result, int) else 0
+    # Not command.main, which turns a closed pipe and Ctrl-C into exits of its own.
+    with command.make_context(f"shardwise {name}", given[1:]) as context:
+        command.invoke(context)
+    return 0
 
 
 def find(target: str) -> Any:

@@ -10,7 +10,7 @@ KEY = re.compile(r"\b(?:[A-Z][A-Za-z]+(?:19|20)\d\d|DeepSeekV\d+|Nccl[A-Z][a-z]+
 ENTRY = re.compile(r"^- \*\*(\w+)\*\*:", re.MULTILINE)
 # What may stand in place of a work: a derivation of our own, or a file of facts with its sources.
 OWN_SOURCE = re.compile(
-    r"derived here|runtime file|calibrations/|megatron-core|sources\.toml", re.I
+    r"derived here|runtime file|calibrations/|megatron-core|sources\.toml", re.IGNORECASE
 )
 
 
