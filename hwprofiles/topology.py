@@ -1,9 +1,9 @@
 """What a group of ranks really gets from the network: closed forms, and the graph they stand for.
 
 Ranks are numbered along the nodes: rank r sits on node ``r // gpus_per_node`` and in scale-up
-domain ``r // domain_gpus``. A group of `size` ranks with `stride` holds r, r + stride, ...; groups of one
-axis tile all ranks and run at once, so that what one group gets is its share. Sizes and strides
-broadcast; networkx is imported only to draw the graph.
+domain ``r // domain_gpus``. A group of `size` ranks with `stride` holds r, r + stride, ...; the
+groups of one axis tile all ranks and run at once, so that what one group gets is its share. Sizes
+and strides broadcast; networkx is imported only to draw the graph.
 """
 
 from __future__ import annotations
