@@ -169,7 +169,7 @@ def schedule_allowed(table: Layout, s: Situation) -> Any:
     chunks = np.where(code == INTERLEAVED, vpp > 1, vpp == np.where(code == DUALPIPE, 2, 1))
     deep = (code != INTERLEAVED) | (pp >= _least_interleaved_pp(s))
     plain = (vpp == 1) & (code != INTERLEAVED) & (code != DUALPIPE)
-    return np.where(pp == 1, plain, offered & chunks & deep)
+    return offered & np.where(pp == 1, plain, chunks & deep)
 
 
 def _least_interleaved_pp(s: Situation) -> int:
@@ -182,18 +182,18 @@ def schedule_refuse(layout: Layout, s: Situation) -> Refusal:
     name = SCHEDULES[layout.schedule]
     values = {"pp": layout.pp, "vpp": layout.vpp, "schedule": name}
     offers = list(s.runtime.schedules)
-    if layout.pp == 1:
-        text = (
-            f"schedule={name} vpp={layout.vpp} is not legal with pp=1: one stage has nothing to "
-            "interleave, so vpp=1 and schedule=1f1b."
-        )
-        return Refusal(text, values, {"vpp": [1], "schedule": [SCHEDULES[ONE_F_ONE_B]]})
     if name not in offers:
         text = (
             f"schedule={name} is not offered by runtime {s.runtime.name}; "
             f"legal here: {', '.join(offers)}."
         )
         return Refusal(text, values, {"schedule": offers})
+    if layout.pp == 1:
+        text = (
+            f"schedule={name} vpp={layout.vpp} is not legal with pp=1: one stage has nothing to "
+            "interleave, so vpp=1 and schedule=1f1b."
+        )
+        return Refusal(text, values, {"vpp": [1], "schedule": [SCHEDULES[ONE_F_ONE_B]]})
     if name == "interleaved" and layout.vpp > 1:
         least = _least_interleaved_pp(s)
         text = (
