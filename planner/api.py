@@ -1,0 +1,465 @@
+"""`plan` and `estimate` as function calls; the command line prints what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hwprofiles.profile import Cluster
+from planner.errors import DoesNotFit, LayoutError
+from planner.estimate import (
+    COMMUNICATION,
+    FITS_FRACTION,
+    Row,
+    cost_row,
+    estimate_stages,
+    even_counts,
+    schedule_durations,
+    stage_layouts,
+)
+from planner.explain import memory_warnings, unverified_facts, why_not_row
+from planner.forms import layout_document
+from planner.layer import Setting
+from planner.layout import RECOMPUTE, SCHEDULES, Layout, StageLayout
+from planner.layout_text import format_layout, parse_request
+from planner.legality import check, check_fixed
+from planner.plan import Certificate, Plan, make_plan
+from planner.problem import make_setting
+from planner.provider import ModelProvider
+from planner.results import Estimate, Timeline
+from planner.search.search import Found, Solved, best_with, search
+from planner.specs import ModelSpec
+from planner.words import gib
+
+Progress = Callable[[float, str], None]
+NEAR = 0.005  # how much slower than the best an alternative may be
+WHY_NOT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "zero")
+
+
+class Answer(dict[str, Any]):
+    """The JSON document of an answer; `plan` is the Plan of its layout."""
+
+    plan: Plan
+
+
+def plan(
+    model: str | Path | ModelSpec,
+    *,
+    cluster: str | Path | Cluster,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    global_batch_size: int,
+    seq_len: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    runtime: str = "megatron-core",
+    fix: Mapping[str, int] | None = None,
+    max_degree: Mapping[str, int] | None = None,
+    top: int = 10,
+    why_not: bool = True,
+    progress: Progress | None = None,
+    **more: Any,
+) -> Answer:
+    """Find the best layout, and say why the others lose.
+
+    Raises
+    ------
+    InputError
+        Something asked for is wrong or can never be legal.
+    DoesNotFit
+        No legal layout fits; names the nearest one and the least number of GPUs.
+    """
+    setting = make_setting(
+        model,
+        cluster=cluster,
+        nodes=nodes,
+        gpus=gpus,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        runtime=runtime,
+        **more,
+    )
+    fixed, bounded = dict(fix or {}), dict(max_degree or {})
+    if fixed:
+        check_fixed(fixed, setting.model, setting.train, setting.cluster, setting.num_gpus,
+                    setting.runtime)
+    provider = ModelProvider(setting, fixed, bounded)
+    report = None
+    if progress is not None:
+
+        def report(what: str, done: int, total: int) -> None:
+            progress(done / max(1, total), f"layouts {what}")
+
+    found = search(provider, keep=top + 1, near=NEAR, progress=report)
+    if found.best is None:
+        raise nothing_fits(found, setting, fixed, bounded)
+    best = found.best
+    estimate_ = estimate_stages(best.layout, best.stages, setting)
+    answer = Answer(request=request_of(setting))
+    answer.update(document(best.layout, best.stages, estimate_, setting))
+    answer["alternatives"] = [
+        alternative(solved, best.time_s, setting) for solved in found.near[1 : top + 1]
+    ]
+    answer["why_not"] = why_not_rows(provider, best, estimate_) if why_not else []
+    answer["warnings"] = warnings_of(best.layout, estimate_, setting)
+    answer["search"] = certificate_of(found)
+    answer.plan = make_plan(
+        setting.model,
+        setting.train,
+        setting.cluster,
+        best.layout,
+        best.stages,
+        estimate_,
+        Certificate(
+            status=found.status,
+            enumerated=found.counts.enumerated,
+            legal=found.counts.legal,
+            fits=found.counts.fits,
+            excluded_by_bound=found.counts.excluded_by_bound,
+            solved=found.counts.solved,
+            lower_bound_s=found.bound_s,
+            gap=found.gap,
+        ),
+    )
+    return answer
+
+
+def estimate(
+    model: str | Path | ModelSpec,
+    *,
+    layout: str | Layout,
+    cluster: str | Path | Cluster,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    global_batch_size: int,
+    seq_len: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    runtime: str = "megatron-core",
+    trace: str | Path | None = None,
+    plot: str | Path | None = None,
+    **more: Any,
+) -> Answer:
+    """Time and memory of one layout; layers are split evenly unless it says `stages=`.
+
+    Raises
+    ------
+    LayoutError
+        The layout is not legal for model, cluster, batch or runtime.
+    """
+    setting = make_setting(
+        model,
+        cluster=cluster,
+        nodes=nodes,
+        gpus=gpus,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        runtime=runtime,
+        **more,
+    )
+    counts: tuple[int, ...] | None = None
+    if isinstance(layout, str):
+        wanted = parse_request(layout, setting.num_gpus)
+        layout, counts = wanted.layout, wanted.stage_layers
+    warnings = check(layout, setting.model, setting.train, setting.cluster, setting.num_gpus,
+                     setting.runtime, counts)
+    per_rank = rank_counts(layout, counts, setting)
+    stages = stage_layouts(layout, setting, per_rank, layout.recompute)
+    result = estimate_stages(layout, stages, setting)
+    answer = Answer(request=request_of(setting))
+    answer["verdict"] = verdict(result)
+    answer.update(document(layout, stages, result, setting))
+    answer["warnings"] = warnings + warnings_of(layout, result, setting, checked=True)
+    if trace is not None or plot is not None:
+        timeline = timeline_of(cost_row(layout, setting), stages)
+        answer["prediction"]["simulated"] = simulated(timeline)
+        if trace is not None:
+            from planner.trace import write_trace
+
+            write_trace(timeline, trace)
+        if plot is not None:
+            from planner.plot import write_plot
+
+            write_plot(timeline, plot)
+    answer.plan = make_plan(setting.model, setting.train, setting.cluster, layout, stages, result)
+    return answer
+
+
+def rank_counts(layout: Layout, counts: tuple[int, ...] | None, setting: Setting) -> list[int]:
+    """Layers of each rank, from what was asked for (by rank or by chunk) or evenly."""
+    if counts is None:
+        return even_counts(setting.model.num_hidden_layers, layout.pp)
+    if len(counts) == layout.pp:
+        return list(counts)
+    return [sum(counts[rank :: layout.pp]) for rank in range(layout.pp)]
+
+
+def request_of(setting: Setting) -> dict[str, Any]:
+    """What was asked, for the head of the answer."""
+    train, cluster = setting.train, setting.cluster
+    return {
+        "model": setting.model.name,
+        "cluster": cluster.name,
+        "num_nodes": -(-setting.num_gpus // cluster.gpus_per_node),
+        "num_gpus": setting.num_gpus,
+        "global_batch_size": train.global_batch_size,
+        "seq_len": train.seq_len,
+        "precision": train.precision,
+        "optimizer": train.optimizer,
+        "runtime": setting.runtime.name,
+        "profile_digest": cluster.digest,
+    }
+
+
+def document(
+    layout: Layout, stages: tuple[StageLayout, ...], result: Estimate, setting: Setting
+) -> dict[str, Any]:
+    """`layout` and `prediction` of an answer."""
+    exposed = sum(result.breakdown_s.get(name, 0.0) for name in COMMUNICATION)
+    names = kind_names(setting.model)
+    return {
+        "layout": layout_document(layout)
+        | {"num_microbatches": result.detail["num_microbatches"]},
+        "prediction": {
+            "step_time_s": result.step_time_s,
+            "lower_s": result.lower_s,
+            "upper_s": result.upper_s,
+            "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
+            "mfu": result.mfu,
+            "hfu": result.hfu,
+            "peak_memory_bytes": result.peak_memory_bytes,
+            "capacity_bytes": result.capacity_bytes,
+            "breakdown_s": dict(result.breakdown_s),
+            "communication": {
+                "exposed_s": exposed,
+                "hidden_s": max(0.0, result.detail["hidden_communication_s"]),
+            },
+            "memory_bytes": [dict(items) for items in result.memory_bytes],
+            "host_bytes_per_node": result.host_bytes_per_node,
+            "stage_s": list(result.stage_s),
+            "stages": [
+                {
+                    "layers": sum(stage.layers),
+                    "layers_by_kind": dict(zip(names, stage.layers, strict=True)),
+                    "recompute": {
+                        name: sum(policies[p] for policies in stage.policies)
+                        for p, name in enumerate(RECOMPUTE)
+                    },
+                }
+                for stage in stages
+            ],
+        },
+    }
+
+
+def kind_names(model: ModelSpec) -> list[str]:
+    """A name for each layer kind: dense or moe, and its window where kinds differ by it."""
+    names: list[str] = []
+    for kind in model.kinds:
+        name = "moe" if kind.moe is not None else "dense" if kind.mlp is not None else "mixer"
+        if kind.attention.kind not in ("gqa", "mla"):
+            name += f" {kind.attention.kind}"
+        elif kind.attention.window is not None:
+            name += f" window {kind.attention.window}"
+        names.append(name if name not in names else f"{name} {len(names)}")
+    return names
+
+
+def alternative(solved: Solved, best_s: float, setting: Setting) -> dict[str, Any]:
+    """One line of the alternatives."""
+    result = estimate_stages(solved.layout, solved.stages, setting, bounds=False)
+    return {
+        "layout": layout_document(solved.layout)
+        | {"num_microbatches": result.detail["num_microbatches"]},
+        "step_time_s": solved.time_s,
+        "slower_fraction": solved.time_s / best_s - 1.0,
+        "peak_memory_bytes": result.peak_memory_bytes,
+        "breakdown_s": dict(result.breakdown_s),
+    }
+
+
+def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[dict[str, Any]]:
+    """For each degree, the best layout with its next lower and next higher value."""
+    rows = []
+    values = provider.space().values
+    for degree in WHY_NOT:
+        chosen = int(getattr(best.layout, degree))
+        choices = sorted(set(values.get(degree, ())))
+        if degree == "dp":
+            choices = [d for d in range(1, provider.setting.num_gpus + 1)
+                       if provider.setting.num_gpus % d == 0]
+        lower = [(v, "lower") for v in choices if v < chosen][-1:]
+        higher = [(v, "higher") for v in choices if v > chosen][:1]
+        if degree in provider.fixed:
+            continue
+        for value, direction in (*lower, *higher):
+            rows.append(why_not_one(provider, best, own, degree, value, direction))
+    return rows
+
+
+def why_not_one(
+    provider: ModelProvider, best: Solved, own: Estimate, degree: str, value: int, direction: str
+) -> dict[str, Any]:
+    """The best layout with one degree at another value, and the largest term of the difference."""
+    found = best_with(provider, {degree: value})
+    if found.best is not None:
+        other = estimate_stages(found.best.layout, found.best.stages, provider.setting, bounds=False)
+        return why_not_row(degree, value, direction, own, found.best.layout, other)
+    if found.counts.legal == 0:
+        reason = f"no legal layout has {degree}={value} here"
+    else:
+        reason = f"no layout with {degree}={value} fits in memory"
+        if found.nearest is not None:
+            missing, term = found.nearest.missing_bytes, found.nearest.main_term
+            reason += f": {gib(missing)} are missing, most of them for {term}"
+    return why_not_row(degree, value, direction, own, None, None, reason)
+
+
+def warnings_of(
+    layout: Layout, result: Estimate, setting: Setting, *, checked: bool = False
+) -> list[str]:
+    """What a person should know of this layout and of the facts under its prediction."""
+    found: list[str] = []
+    if not checked:
+        found += check(layout, setting.model, setting.train, setting.cluster, setting.num_gpus,
+                       setting.runtime)
+    found += memory_warnings(result, setting.cluster.host_memory_bytes)
+    device = setting.cluster.device
+    curves = [(f"{p} matrix products", c.kind) for p, c in device.gemm.items()
+              if p == setting.train.precision]
+    curves += [(f"{k} attention", c.kind) for k, c in device.attention.items()
+               if k == setting.kernel]
+    curves += [(f"{op} inside the node", c.kind) for op, c in setting.cluster.curves.items()]
+    facts = {f"{device.name} {k}": v for k, v in device.facts.items()}
+    facts |= {f"{setting.cluster.name} {k}": v for k, v in setting.cluster.facts.items()}
+    return found + unverified_facts(facts, curves)
+
+
+def certificate_of(found: Found) -> dict[str, Any]:
+    """Counts, status and rates of a search."""
+    counts = found.counts
+    return {
+        "enumerated": counts.enumerated,
+        "legal": counts.legal,
+        "fits": counts.fits,
+        "excluded_by_bound": counts.excluded_by_bound,
+        "solved": counts.solved,
+        "built": counts.built,
+        "layouts_per_second": found.layouts_per_second,
+        "status": found.status,
+        "lower_bound_s": found.bound_s,
+        "gap": found.gap,
+        "wall_s": found.wall_s,
+        "milp": dict(found.milp),
+    }
+
+
+def verdict(result: Estimate) -> dict[str, Any]:
+    """fits, borderline or does-not-fit, with the margin."""
+    peak, capacity = result.peak_memory_bytes, result.capacity_bytes
+    margin = gib(abs(capacity - peak))
+    if peak > capacity:
+        word, text = "does-not-fit", f"Does not fit: {margin} are missing on the fullest stage."
+    elif peak > FITS_FRACTION * capacity:
+        word, text = "borderline", f"Borderline: {margin} are left on the fullest stage."
+    else:
+        word, text = "fits", f"Fits: {margin} are left on the fullest stage."
+    return {"verdict": word, "fits": peak <= capacity, "text": text, "margin_bytes": capacity - peak}
+
+
+def timeline_of(row: Row, stages: tuple[StageLayout, ...]) -> Timeline:
+    """Simulate the pipeline schedule of a layout."""
+    from planner.schedules import build_schedule
+    from planner.simulate import simulate
+
+    layout = row.layout
+    actions = build_schedule(
+        SCHEDULES[layout.schedule], layout.pp, layout.vpp, int(row.num_microbatches)
+    )
+    forward, backward, weight = schedule_durations(row, stages)
+    send, _ = row.provider.send_s(row.provider.table(layout))
+    hidden = layout.schedule in row.provider.overlapping
+    return simulate(actions, forward, backward, weight, float(send[0]), p2p_exposed=not hidden)
+
+
+def simulated(timeline: Timeline) -> dict[str, Any]:
+    """What the simulator says of the pipeline part of a step."""
+    return {
+        "pipeline_s": timeline.total_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "peak_in_flight": list(timeline.peak_in_flight),
+    }
+
+
+def nothing_fits(
+    found: Found, setting: Setting, fixed: Mapping[str, int], bounded: Mapping[str, int]
+) -> Exception:
+    """The error for a job that has no layout: illegal, or too large for its memory."""
+    if found.counts.legal == 0:
+        held = ", ".join(f"{k}={v}" for k, v in fixed.items())
+        return LayoutError(
+            f"no legal layout of {setting.model.name} on {setting.num_gpus} GPUs of "
+            f"{setting.cluster.name} with global batch {setting.train.global_batch_size} under the "
+            f"{setting.runtime.name} runtime{' with ' + held if held else ''}",
+            values={"gpus": setting.num_gpus, **fixed},
+        )
+    near = found.nearest
+    least = least_gpus_of(setting, fixed, bounded)
+    enough = (
+        f"the least number of GPUs of {setting.cluster.name} on which it fits is {least}"
+        if least
+        else f"no number of GPUs of {setting.cluster.name} up to {MOST_GPUS:,} is enough"
+    )
+    values: dict[str, Any] = {"gpus": setting.num_gpus, "capacity_bytes": provider_capacity(setting)}
+    detail = ""
+    if near is not None:
+        values |= {
+            "layout": layout_document(near.layout),
+            "missing_bytes": near.missing_bytes,
+            "needed_bytes": near.needed_bytes,
+            "largest_term": near.main_term,
+            "terms_bytes": dict(near.terms_bytes),
+        }
+        detail = (
+            f"; the nearest is {format_layout(near.layout)}, whose stage {near.stage} misses "
+            f"{gib(near.missing_bytes)} of {gib(provider_capacity(setting))}, its largest term being "
+            f"{near.main_term} with {gib(near.terms_bytes[near.main_term])}"
+        )
+    return DoesNotFit(
+        f"{setting.model.name} does not fit on {setting.num_gpus} GPUs of {setting.cluster.name} "
+        f"under the {setting.runtime.name} runtime{detail}; {enough}",
+        values=values,
+        legal={"gpus": [least] if least else []},
+    )
+
+
+MOST_GPUS = 65_536
+
+
+def provider_capacity(setting: Setting) -> float:
+    return ModelProvider(setting).capacity_bytes
+
+
+def least_gpus_of(
+    setting: Setting, fixed: Mapping[str, int], bounded: Mapping[str, int]
+) -> int | None:
+    """The least number of GPUs on which some layout fits, found by searching."""
+    from planner.search.nearest import least_gpus
+
+    def provider(num_gpus: int) -> ModelProvider:
+        return ModelProvider(replace(setting, num_gpus=num_gpus), fixed, bounded)
+
+    most = MOST_GPUS
+    if setting.cluster.max_nodes is not None:
+        most = min(most, setting.cluster.max_nodes * setting.cluster.gpus_per_node)
+    def fits(candidate: ModelProvider) -> bool:
+        return search(candidate, keep=1, near=0.0, milp=False).best is not None
+
+    step = setting.cluster.gpus_per_node
+    return least_gpus(provider, start=setting.num_gpus + 1, step=step, most=most, fits=fits)
