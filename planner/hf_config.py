@@ -89,9 +89,10 @@ def model_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     tower = parts.tower
     if tower_reader is not None:
         seen = whole.sub("vision_config")
-        if seen is not None or by_default:
-            empty = Fields({}, f"{name}: vision_config")
-            tower = tower_reader(seen or empty, parts.hidden_size, whole)
+        if seen is None and not by_default:
+            raise whole.missing("vision_config")
+        empty = Fields({}, f"{name}: vision_config")
+        tower = tower_reader(seen or empty, parts.hidden_size)
     kinds, layer_kinds = sort_kinds(parts.layers)
     tie = text.flag(
         "tie_word_embeddings", default=whole.flag("tie_word_embeddings", default=parts.tie)
@@ -193,5 +194,6 @@ def model_from_path(path: str | Path) -> ModelSpec:
         from planner.model_toml import model_from_toml
 
         return model_from_toml(path)
-    name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+    folder = path.absolute().parent.name
+    name = folder if path.name == "config.json" and folder else path.stem
     return model_from_config(read_json(path), name)

@@ -238,8 +238,10 @@ def _detail_lines(document: dict[str, Any]) -> list[str]:
     flops = document["flops_per_token"]
     lines += [
         f"  model FLOPs per token at sequence length {flops['seq_len']}",
-        f"    forward {flops['forward'] / 1e9:.4g} G, both ways "
-        + f"{flops['forward_backward'] / 1e9:.4g} G; forward by part:",
+        (
+            f"    forward {flops['forward'] / 1e9:.4g} G, both ways "
+            f"{flops['forward_backward'] / 1e9:.4g} G; forward by part:"
+        ),
     ]
     for part, value in flops["forward_by_part"].items():
         if value:

@@ -17,15 +17,16 @@ OPTIMIZERS = ("adamw", "adam", "adamw-bf16", "adamw-8bit", "sgd", "muon", "lion"
 class AttentionSpec:
     """Self-attention of one layer kind.
 
-    `kind` is one of `ATTENTION_KINDS`. Widths are per head. For MLA `head_dim` is the query-key width
-    (nope + rope) and `v_head_dim` the value width. `window` is the sliding or chunked window in tokens
-    (None: full). `qk_norm`: ``none``, ``head`` (one weight of head_dim each for q and k) or ``full``
-    (weights over all heads).
+    `kind` is one of `ATTENTION_KINDS`. Widths are per head. For MLA `head_dim` is the query-key
+    width (nope + rope) and `v_head_dim` the value width. `window` is the sliding or chunked window
+    in tokens (None: full). `qk_norm`: ``none``, ``head`` (one weight of head_dim each for q and k)
+    or ``full`` (weights over all heads).
 
     The linear kinds use the same fields, by the duality of state-space models and attention:
     ``gated-delta-net`` has `num_key_value_heads` key heads of `head_dim` and `num_attention_heads`
-    value heads of `v_head_dim`; ``mamba2`` has `num_key_value_heads` groups of state width `head_dim`
-    and `num_attention_heads` heads of `v_head_dim`. ``none`` (a block without mixer) has head_dim 0.
+    value heads of `v_head_dim`; ``mamba2`` has `num_key_value_heads` groups of state width
+    `head_dim` and `num_attention_heads` heads of `v_head_dim`. ``none`` (a block without mixer) has
+    head_dim 0.
     """
 
     num_attention_heads: int
@@ -118,12 +119,12 @@ class TowerSpec:
 class ModelSpec:
     """A decoder (or encoder) transformer.
 
-    `kinds` are the distinct layers, `layer_kinds[i]` is the index into `kinds` of layer i. `norm` is
-    ``rmsnorm`` or ``layernorm`` (weights only or weights and bias: `norm_bias`; ``nonparametric`` has
-    none). `positions`: ``rotary``, ``learned``, ``alibi``, ``none``. `mtp_layers`: extra
-    multi-token-prediction layers, left out of parameter counts and costs unless trained.
-    `extra_params` holds what no other field counts (embedding norms, relative biases), with
-    `extra_params_note` saying what it is.
+    `kinds` are the distinct layers, `layer_kinds[i]` is the index into `kinds` of layer i. `norm`
+    is ``rmsnorm`` or ``layernorm`` (weights only or weights and bias: `norm_bias`;
+    ``nonparametric`` has none). `positions`: ``rotary``, ``learned``, ``alibi``, ``none``.
+    `mtp_layers`: extra multi-token-prediction layers, left out of parameter counts and costs unless
+    trained. `extra_params` holds what no other field counts (embedding norms, relative biases),
+    with `extra_params_note` saying what it is.
     """
 
     name: str
@@ -157,7 +158,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Low-rank adapters: `rank` on the linears named; `quantized` keeps frozen weights in 4 bits."""
+    """Low-rank adapters of `rank` on the linears named; `quantized` keeps frozen weights in 4 bits."""
 
     rank: int
     targets: tuple[str, ...] = ("qkv", "out", "mlp")

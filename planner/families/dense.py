@@ -34,23 +34,30 @@ class Dense:
     gated: bool = True
     tie: bool = False
     window: int | None = None  # of a config that leaves sliding_window out
+    switched: bool = False  # sliding only where use_sliding_window says so
+    head_dim: int | None = None  # of a config that leaves it out (None: hidden_size over heads)
+    kv_needed: bool = False  # num_key_value_heads has no default that depends on the model
     pattern: int = 0  # every n-th layer attends fully, the others slide (0: all alike)
 
 
 FAMILIES = {
     "llama": Dense(mlp_bias="mlp_bias"),
     "granite": Dense(mlp_bias="mlp_bias"),
-    "mistral": Dense(qkv_bias=False, out_bias=False, window=4096),
+    "mistral": Dense(qkv_bias=False, out_bias=False, window=4096, kv_needed=True),
     "phi3": Dense(qkv_bias=False, out_bias=False),
-    "qwen2": Dense(qkv_bias=True, out_bias=False),
-    "qwen3": Dense(qk_norm="head"),
-    "gemma": Dense(tie=True),
-    "gemma2": Dense(norms=4, tie=True, window=4096, pattern=2),
-    "gemma3_text": Dense(norms=4, qk_norm="head", tie=True, window=4096, pattern=6),
+    "qwen2": Dense(qkv_bias=True, out_bias=False, switched=True, kv_needed=True),
+    "qwen3": Dense(qk_norm="head", head_dim=128, switched=True, kv_needed=True),
+    "gemma": Dense(tie=True, head_dim=256, kv_needed=True),
+    "gemma2": Dense(head_dim=256, kv_needed=True, norms=4, tie=True, window=4096, pattern=2),
+    "gemma3_text": Dense(
+        head_dim=256, kv_needed=True, norms=4, qk_norm="head", tie=True, window=4096, pattern=6
+    ),
     "olmo": Dense(norm="nonparametric"),
     "olmo2": Dense(qk_norm="full"),
     "olmo3": Dense(qk_norm="full", window=4096, pattern=4),
-    "stablelm": Dense(qkv_bias="use_qkv_bias", out_bias=False, norm="layernorm", norm_bias=True),
+    "stablelm": Dense(
+        kv_needed=True, qkv_bias="use_qkv_bias", out_bias=False, norm="layernorm", norm_bias=True
+    ),
     "cohere": Dense(norms=1, norm="layernorm", parallel=True, tie=True),
     "internlm2": Dense(qkv_bias="bias", out_bias="bias"),
     "minicpm": Dense(tie=True),
@@ -63,6 +70,7 @@ FAMILIES = {
         norm_bias=True,
         gated=False,
         tie=True,
+        kv_needed=True,
     ),
 }
 TRUE_WHEN_ABSENT = {"bias", "use_bias"}  # keys whose published default is true
@@ -89,7 +97,7 @@ def _sliding(fields: Fields, family: Dense, layers: int) -> tuple[int | None, li
     if family.pattern:
         every = fields.integer("sliding_window_pattern", default=family.pattern, high=MAX_LAYERS)
         return window, [(i + 1) % every != 0 for i in range(layers)]
-    if "use_sliding_window" in fields.table or "max_window_layers" in fields.table:
+    if family.switched:
         slides = fields.flag("use_sliding_window", default=False)
         first = fields.integer("max_window_layers", default=28, low=0, high=MAX_LAYERS)
         return window, [slides and i >= first for i in range(layers)]
@@ -104,6 +112,8 @@ def read_dense(fields: Fields, family: Dense) -> Parts:
     attention = read_gqa(
         fields,
         hidden,
+        head_dim=family.head_dim,
+        kv_needed=family.kv_needed,
         qkv_bias=_flag(fields, family.qkv_bias),
         out_bias=_flag(fields, family.out_bias),
         qk_norm=_qk_norm(fields, family),

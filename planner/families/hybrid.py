@@ -45,6 +45,8 @@ def read_qwen_hybrid(fields: Fields) -> Parts:
     full = read_gqa(
         fields,
         hidden,
+        head_dim=256,
+        kv_needed=True,
         qkv_bias=bias,
         out_bias=bias,
         qk_norm="head",
@@ -107,7 +109,7 @@ def read_nemotron_h(fields: Fields) -> Parts:
             layers_block_type=unknown[0],
         )
     bias = fields.flag("attention_bias", default=False)
-    attention = read_gqa(fields, hidden, qkv_bias=bias, out_bias=bias)
+    attention = read_gqa(fields, hidden, head_dim=128, kv_needed=True, qkv_bias=bias, out_bias=bias)
     blocks: dict[str, LayerSpec] = {"attention": LayerSpec(attention, norms=1)}
     idle = _no_attention(attention.num_attention_heads)
     if "mamba" in pattern:

@@ -51,7 +51,7 @@ def read_mixtral(fields: Fields) -> Parts:
         width="intermediate_size",
     )
     window = fields.width("sliding_window") if fields.has("sliding_window") else None
-    attention = read_gqa(fields, fields.width("hidden_size"))
+    attention = read_gqa(fields, fields.width("hidden_size"), kv_needed=True)
     return _parts(fields, attention, [moe] * layers, window=window)
 
 
@@ -91,7 +91,13 @@ def read_gpt_oss(fields: Fields) -> Parts:
     )
     bias = fields.flag("attention_bias", default=True)
     attention = read_gqa(
-        fields, fields.width("hidden_size"), qkv_bias=bias, out_bias=bias, sinks=True
+        fields,
+        fields.width("hidden_size"),
+        head_dim=64,
+        kv_needed=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
     )
     window = fields.width("sliding_window", default=128)
     sliding = [i % 2 == 0 for i in range(layers)]
@@ -133,6 +139,7 @@ def read_qwen_moe(fields: Fields, *, qwen3: bool) -> Parts:
     attention = read_gqa(
         fields,
         fields.width("hidden_size"),
+        kv_needed=True,
         qkv_bias=bias if qwen3 else fields.flag("qkv_bias", default=True),
         out_bias=bias if qwen3 else False,
         qk_norm="head" if qwen3 else "none",
@@ -224,6 +231,8 @@ def read_glm4_moe(fields: Fields) -> Parts:
     attention = read_gqa(
         fields,
         fields.width("hidden_size"),
+        head_dim=128,
+        kv_needed=True,
         qkv_bias=fields.flag("attention_bias", default=False),
         qk_norm="head" if fields.flag("use_qk_norm", default=False) else "none",
     )
@@ -243,7 +252,14 @@ def read_llama4(fields: Fields) -> Parts:
     """Llama-4: every interleave_moe_layer_step-th layer sparse, three of four in fixed chunks."""
     layers = num_layers(fields)
     bias = fields.flag("attention_bias", default=False)
-    attention = read_gqa(fields, fields.width("hidden_size"), qkv_bias=bias, out_bias=bias)
+    attention = read_gqa(
+        fields,
+        fields.width("hidden_size"),
+        head_dim=128,
+        kv_needed=True,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
     step = fields.integer("interleave_moe_layer_step", default=1, high=MAX_LAYERS)
     width = fields.width("intermediate_size")
     moe = read_moe(

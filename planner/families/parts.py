@@ -36,11 +36,15 @@ def check_heads(fields: Fields, hidden: int, heads: int, kv_heads: int) -> None:
         raise error
 
 
-def head_dim_of(fields: Fields, hidden: int, heads: int, *keys: str) -> int:
-    """head_dim as stated, or hidden_size over heads where that is whole."""
+def head_dim_of(
+    fields: Fields, hidden: int, heads: int, *keys: str, published: int | None = None
+) -> int:
+    """head_dim as stated, as its class has it, or hidden_size over heads where that is whole."""
     for key in keys or ("head_dim",):
         if fields.has(key):
             return fields.width(key)
+    if published is not None:
+        return published
     if hidden % heads:
         raise fields.fail(
             f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, "
@@ -51,12 +55,24 @@ def head_dim_of(fields: Fields, hidden: int, heads: int, *keys: str) -> int:
     return hidden // heads
 
 
-def read_gqa(fields: Fields, hidden: int, **more: Any) -> AttentionSpec:
-    """Grouped-query attention in the usual key names."""
+def read_gqa(
+    fields: Fields,
+    hidden: int,
+    *,
+    head_dim: int | None = None,
+    kv_needed: bool = False,
+    **more: Any,
+) -> AttentionSpec:
+    """Grouped-query attention in the usual key names.
+
+    `head_dim` is what the family's class has where the config is silent (None: hidden_size over
+    heads); `kv_needed` refuses a config without num_key_value_heads, where silence does not mean
+    as many as query heads.
+    """
     heads = fields.width("num_attention_heads")
-    kv_heads = fields.width("num_key_value_heads", default=heads)
+    kv_heads = fields.width("num_key_value_heads", default=None if kv_needed else heads)
     check_heads(fields, hidden, heads, kv_heads)
-    head_dim = head_dim_of(fields, hidden, heads)
+    head_dim = head_dim_of(fields, hidden, heads, published=head_dim)
     return AttentionSpec(heads, kv_heads, head_dim, **more)
 
 

@@ -16,7 +16,7 @@ def _patches(vision: Fields, image: int, patch: int) -> int:
     return (image // patch) ** 2
 
 
-def read_siglip(vision: Fields, text_hidden: int, whole: Fields) -> TowerSpec:
+def read_siglip(vision: Fields, text_hidden: int) -> TowerSpec:
     """SigLIP with Gemma-3's projector: one matrix and a norm."""
     hidden = vision.width("hidden_size", default=1152)
     heads = vision.width("num_attention_heads", default=16)
@@ -41,7 +41,7 @@ def read_siglip(vision: Fields, text_hidden: int, whole: Fields) -> TowerSpec:
     )
 
 
-def read_llama4_vision(vision: Fields, text_hidden: int, whole: Fields) -> TowerSpec:
+def read_llama4_vision(vision: Fields, text_hidden: int) -> TowerSpec:
     """Llama-4's encoder; a config that leaves the tower out means the published defaults."""
     hidden = vision.width("hidden_size", default=768)
     heads = vision.width("num_attention_heads", default=16)
@@ -63,7 +63,7 @@ def read_llama4_vision(vision: Fields, text_hidden: int, whole: Fields) -> Tower
     )
 
 
-def read_qwen2_vl(vision: Fields, text_hidden: int, whole: Fields) -> TowerSpec:
+def read_qwen2_vl(vision: Fields, text_hidden: int) -> TowerSpec:
     """Qwen2-VL: no position table; patches merge two by two into the decoder's width.
 
     Images come in any size: `tokens` counts one of 1024 x 1024 pixels, rounded to whole patches.
@@ -87,8 +87,11 @@ def read_qwen2_vl(vision: Fields, text_hidden: int, whole: Fields) -> TowerSpec:
     )
 
 
-def read_qwen3_vl(vision: Fields, text_hidden: int, whole: Fields) -> TowerSpec:
-    """Qwen3-VL and Qwen3.5: learned positions, one merger and one more per deepstack level."""
+def read_qwen3_vl(vision: Fields, text_hidden: int) -> TowerSpec:
+    """Qwen3-VL and Qwen3.5: learned positions, one merger and one more per deepstack level.
+
+    Images come in any size: `tokens` counts one that covers the grid of positions.
+    """
     hidden = vision.width("hidden_size")
     heads = vision.width("num_heads")
     patch = vision.width("patch_size")
@@ -116,7 +119,7 @@ def read_qwen3_vl(vision: Fields, text_hidden: int, whole: Fields) -> TowerSpec:
     )
 
 
-TowerReader = Callable[[Fields, int, Fields], TowerSpec]
+TowerReader = Callable[[Fields, int], TowerSpec]
 
 # model_type of the whole -> (model_type of its text part, reader of its tower, tower by default)
 WITH_TOWER: dict[str, tuple[str, TowerReader, bool]] = {
