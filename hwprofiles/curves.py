@@ -34,7 +34,6 @@ _GEMM_REFERENCE = {
     "cdna4": "mi355x",
 }
 _ATTENTION_REFERENCE = {
-    "volta": "a100-sxm-80gb",
     "ampere": "a100-sxm-80gb",
     "ada": "l40s",
     "hopper": "h100-sxm",
@@ -42,6 +41,19 @@ _ATTENTION_REFERENCE = {
 }
 # FlashAttention-3, length 2048, causal, head size 128: H20 over H100 of the same figures.
 _H20_ATTENTION = {"flash_attn_2": 66 / 298, "flash_attn_3": 108 / 521, "cudnn": 108 / 484}
+# Ada's peaks count fp32 accumulation at half rate on the consumer part, so rates follow SMs there.
+_SM_RATIO = {"rtx-4090": 128 / 142}
+CONSUMER_CEILING = 0.9  # of peak, for a part whose ceiling was not measured
+# Board power of Hopper parts that hold less than an SXM board [W]; where not listed, that of SXM.
+_HOPPER_W = {
+    "h100-pcie": 350.0,
+    "h100-nvl": 400.0,
+    "h100-sxm-96gb-500w": 500.0,
+    "h20": 500.0,
+}
+_SXM_W, _SXM_SMS, _SXM_PEAK = 700.0, 132, 989e12
+# FlashAttention-3 reaches this on H20 (fa3_h20), so its GEMM ceiling is no lower.
+_H20_FLOPS_PER_S = 129e12
 # Precisions whose curve is read from another one: same tensor-core rate, or nothing better known.
 _SHAPE_OF = {"fp16": "bf16", "tf32": "bf16", "fp32": "bf16"}
 _FAMILY = {"nvlink3": "a100", "nvlink4": "h100", "nvlink5": "b200", "xgmi": "mi355x"}
@@ -109,25 +121,47 @@ def load_gemm_curves(
         if device_name != reference and pair[0] and precision in (shape_name, "fp16"):
             # Without a best rate of the reference, that of the device is the ceiling itself.
             cap_scale = pair[0] / (pair[1] or float(shape["cap_flops_per_s"]))
+        cap = float(shape["cap_flops_per_s"]) * cap_scale
+        sustained = float(shape["sustained_fraction"])
+        if device_name in _SM_RATIO:
+            scale = cap_scale = _SM_RATIO[device_name]
+            cap = min(float(shape["cap_flops_per_s"]) * scale, CONSUMER_CEILING * peak)
+        if device_name == "h20":
+            cap = max(cap, _H20_FLOPS_PER_S * peak / peak_flops_per_s["bf16"])
+        if arch == "hopper" and device_name in _HOPPER_W:
+            sustained = _hopper_sustained(sustained, device_name, num_sms, peak_flops_per_s)
         measured = device_name == reference and not note_shape
         curves[precision] = GemmCurve(
-            tile_flops_per_s=float(shape["tile_flops_per_s"]) * max(scale, cap_scale),
+            tile_flops_per_s=max(float(shape["tile_flops_per_s"]) * max(scale, cap_scale), cap),
             prologue_k=float(shape["prologue_k"]),
             launch_s=float(shape["launch_s"]),
             tiles=tuple(
                 (x, y, float(e))
                 for (x, y), e in zip(TILE_SHAPES, shape["tile_efficiency"], strict=True)
             ),
-            cap_flops_per_s=float(shape["cap_flops_per_s"]) * cap_scale,
+            cap_flops_per_s=cap,
             num_sms=num_sms,
             kind="measured" if measured else "derived",
             source=str(shape["source"]),
             residual_median=float(shape["residual_median"]),
             residual_p90=float(shape["residual_p90"]),
             note="" if measured else f"from {reference} by ratio of peaks{note_shape}",
-            sustained_fraction=float(shape["sustained_fraction"]),
+            sustained_fraction=sustained,
         )
     return curves
+
+
+def _hopper_sustained(
+    sxm: float, device_name: str, num_sms: int, peaks: Mapping[str, float]
+) -> float:
+    """Share of the short-run rate that a Hopper board of other power keeps.
+
+    f = min(1, f_sxm (P/P_sxm S_sxm/S)^(1/3) / c);  power per SM goes with the cube of the clock,
+    c = peak clock over that of SXM. The cube is assumed (P ~ f V^2, V ~ f).
+    """
+    clock = peaks.get("bf16", _SXM_PEAK) / _SXM_PEAK * _SXM_SMS / num_sms
+    power = _HOPPER_W[device_name] / _SXM_W * _SXM_SMS / num_sms
+    return float(min(1.0, sxm * power ** (1.0 / 3.0) / clock))
 
 
 def backward_gemm_factor() -> float:
@@ -172,7 +206,9 @@ def assumed_attention_curve(kernel: str, peak_flops_per_s: float) -> AttentionCu
     return AttentionCurve(kernel, (64,), (128, 131072), rate, rate, "assumed", "assumed", note)
 
 
-def _attention_scale(device_name: str, arch: str, kernel: str, peak: float, base: float) -> float:
+def _attention_scale(device_name: str, kernel: str, peak: float, base: float) -> float:
+    if device_name in _SM_RATIO:
+        return _SM_RATIO[device_name]
     if device_name == "h20":
         return _H20_ATTENTION.get(kernel.removesuffix(":full"), _H20_ATTENTION["flash_attn_2"])
     return peak / base
@@ -202,6 +238,8 @@ def load_attention_curves(
         reference = device_name
     elif device_name.startswith("gb") and arch == "blackwell":
         reference = "gb200"
+    elif arch == "volta":  # the flash kernels need Ampere
+        reference, only = "a100-sxm-80gb", ("unfused",)
     elif arch in _ATTENTION_REFERENCE:
         reference = _ATTENTION_REFERENCE[arch]
     elif arch in ("cdna2", "cdna3", "cdna4"):
@@ -220,14 +258,16 @@ def load_attention_curves(
         if entry["device"] != reference or (only is not None and kernel not in only):
             continue
         scale, kind, note = 1.0, str(entry["kind"]), str(entry["note"])
-        if only is not None:
+        if arch.startswith("cdna"):
             rate = best.get((device_name, "bf16"), 0.51 * peak)
             scale = rate / best[reference, "bf16"]
             kind, note = "assumed", "no rates found; H100 by the ratio of best GEMM rates"
         elif device_name != reference:
-            scale = _attention_scale(device_name, arch, kernel, peak, base)
+            scale = _attention_scale(device_name, kernel, peak, base)
             kind = "derived"
             note = f"from {reference} by ratio of 16-bit peaks"
+            if device_name in _SM_RATIO:
+                note = f"from {reference} by number of SMs"
             if device_name == "h20":
                 note = "from h100-sxm by the ratio of both at length 2048 (fa3_h20)"
         curves[kernel] = AttentionCurve(

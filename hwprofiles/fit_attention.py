@@ -1,10 +1,11 @@
 """Measured attention rates -> tables over head size and length, forward and backward.
 
 Few sources time both directions, so one is often derived; every table says how. All rates count
-causal FLOPs (half of 4 b h s^2 d forward, 2.5 times that backward) and, under the key `full`, the
-uncut ones. Lengths run from 128 to 131072 in powers of two: beyond the measured range a rate is held,
-below it the law 1/rate = a + b/s of the two shortest measured lengths goes on. Rates are those of a
-full device; `occupancy` says how much few blocks lose, and both meet again in `planner.roofline`.
+causal FLOPs (half of 4 b h s^2 d forward, 2.5 times that backward) and, under keys that end in
+`:full`, the uncut ones. Lengths run from 128 to 131072 in powers of two: beyond the measured range
+a rate is held, below it the law 1/rate = a + b/s of the two shortest measured lengths goes on.
+Rates are those of a full device; `occupancy` says how much few blocks lose, and both meet again in
+`planner.roofline`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hwprofiles.fit_gemm import MEASURED
+from hwprofiles.fit_gemm import MACHINES, MEASURED
 from hwprofiles.profile import Array
 
 SEQ_LENS = tuple(2**i for i in range(7, 18))
@@ -302,6 +303,19 @@ def _add_unfused(add: Any) -> None:
             source,
             "measured",
             "forward+backward measured, split 13 to 19 by bytes of the scores",
+        )
+    # Bound by the bytes of the scores, so other devices follow H100 by achieved memory bandwidth.
+    for name in ("b200-sxm", "gb200", "l40s"):
+        scale = MACHINES[name].memory_bytes_per_s / MACHINES["h100-sxm"].memory_bytes_per_s
+        add(
+            name,
+            MACHINES[name].arch,
+            "unfused",
+            {d: r * scale for d, r in forward.items()},
+            {d: r * scale * UNFUSED_BACKWARD_OVER_FORWARD for d, r in forward.items()},
+            "fa2_h100",
+            "derived",
+            "unfused of H100 by achieved memory bandwidth",
         )
 
 
