@@ -16,7 +16,7 @@ from planner import legality_model as model_rules
 from planner import legality_pipeline as pipeline_rules
 from planner import legality_rules as rules
 from planner.errors import LayoutError
-from planner.layout import CP_KINDS, Layout
+from planner.layout import CP_KINDS, SCHEDULES, Layout
 from planner.layout_text import (
     KEYS,
     LayoutRequest,
@@ -188,8 +188,8 @@ def _completions(fix: Mapping[str, int], train: TrainSpec, gpus: int, runtime: R
     axes["cp_kind"] = [i for i, kind in enumerate(CP_KINDS) if kind in runtime.cp_kinds] or [0]
     axes["micro_batch"] = [v for v in _FREE_MICRO_BATCHES if v <= train.global_batch_size] or [1]
     axes["zero"] = list(runtime.zero_stages)
-    axes["schedule"] = list(range(5)) if {"schedule", "vpp"} & set(fix) else [0, 1]
-    axes["vpp"] = [1, 2, 3, 4, 5, 7] if "schedule" in fix else [1]
+    axes["schedule"] = [SCHEDULES.index(name) for name in runtime.schedules]
+    axes["vpp"] = [1, 2, 3, 5, 7] if "schedule" in fix else [1]
     for key in axes:
         if key in fix:
             axes[key] = [fix[key]]

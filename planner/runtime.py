@@ -69,7 +69,7 @@ class Runtime:
         With pp > 1 a stage's parameters stay unsharded through the step (weight_bytes +
         reduce_bytes more per stage parameter).
     bucket_elements
-        Gradient bucket, elements; 0: one bucket a layer.
+        Gradient bucket, elements; 0: one bucket a layer. Its bytes come on top of the gradients.
     context_bytes, comm_bytes_per_group, cublas_workspace_bytes
         Per process: CUDA context and kernels; NCCL buffers per communicator; GEMM workspace.
     allocator_fraction
