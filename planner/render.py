@@ -37,7 +37,7 @@ from planner.typeset import (
     show,
     table,
 )
-from planner.words import degrees, gib, percent, seconds, seconds_like
+from planner.words import degrees, gib, percent, seconds, seconds_like, words
 
 Document = Mapping[str, Any]
 
@@ -52,6 +52,7 @@ MEMORY_ITEMS = (
     "buffers",
     "context",
 )
+MAX_ITEMISED = 12
 SHORT = {"unsharded parameters": "unsharded"}
 
 
@@ -130,7 +131,7 @@ def layout_section(document: Document, width: int) -> list[Line]:
     if stages:
         lines.append([])
         lines += table(
-            [Column("stage", "<"), Column("layers"), Column("recompute", "<", "", True)],
+            [Column("stage", "<"), Column("layers", "<"), Column("recompute", "<", "", True)],
             grouped([[layers_text(stage), recompute_text(stage)] for stage in stages]),
             width,
         )
@@ -174,7 +175,7 @@ def layers_text(stage: Document) -> str:
     if len(kinds) < 2:
         return str(stage["layers"])
     held = ", ".join(f"{count} {name}" for name, count in kinds.items() if count)
-    return f"{stage['layers']} ({held})"
+    return held
 
 
 def recompute_text(stage: Document) -> str:
@@ -220,7 +221,7 @@ def speed_section(prediction: Document, width: int) -> list[Line]:
 
 def breakdown_section(prediction: Document, width: int) -> list[Line]:
     """Named addends with a bar each, then communication exposed and hidden."""
-    addends = {name: s for name, s in prediction["breakdown_s"].items() if s}
+    addends = {words(name): s for name, s in prediction["breakdown_s"].items() if s}
     total = prediction["step_time_s"]
     names = max(map(len, [*addends, "total"]))
     texts = seconds_like(total, [*addends.values(), total])
@@ -266,13 +267,27 @@ def memory_section(prediction: Document, width: int) -> list[Line]:
             ]
         )
     columns = [Column("stage", "<")] + [
-        Column(SHORT.get(item, item), ">", item_style(index)) for index, item in enumerate(items)
+        Column(SHORT.get(words(item), words(item)), ">", item_style(index))
+        for index, item in enumerate(items)
     ]
     lines.append([])
-    rows = [[row[0], *(cell.removesuffix(" GiB") for cell in row[1:])] for row in shown]
+    told, note = itemised(shown, stages)
+    rows = [[row[0], *(cell.removesuffix(" GiB") for cell in row[1:])] for row in told]
     lines += table(columns, rows, width)
-    lines.append([("  in GiB", "dim")])
+    lines.append([(f"  in GiB{note}", "dim")])
     return lines
+
+
+def itemised(
+    shown: Sequence[Sequence[str]], stages: Sequence[Mapping[str, float]]
+) -> tuple[Sequence[Sequence[str]], str]:
+    """The rows to itemise, and a note: all of a few, else the first, the fullest and the last."""
+    if len(shown) <= MAX_ITEMISED:
+        return shown, ""
+    firsts = [int(row[0].split("–")[0]) for row in shown]
+    fullest = max(range(len(shown)), key=lambda i: sum(stages[firsts[i]].values()))
+    kept = sorted({0, fullest, len(shown) - 1})
+    return [shown[i] for i in kept], "; the first, the fullest and the last stage, all with --json"
 
 
 def memory_items(stages: Sequence[Mapping[str, float]]) -> list[str]:

@@ -48,12 +48,27 @@ def seconds(s: float) -> str:
 def seconds_like(model: float, values: Sequence[float]) -> list[str]:
     """Every value in the unit and with the digits of `model`, so that a column adds up.
 
-    >>> seconds_like(71.42, [59.31, 0.34])
-    ['59.31 s', '0.34 s']
+    >>> seconds_like(71.42, [59.31, 0.34, 0.0001])
+    ['59.31 s', '0.34 s', '<0.01 s']
     """
     number, unit = seconds(model).split()
     digits = len(number.partition(".")[2])
-    return [f"{from_si(value, unit):,.{digits}f} {unit}" for value in values]
+    least = 0.5 * 10**-digits
+    return [
+        f"<{10**-digits:.{digits}f} {unit}"
+        if 0 < from_si(value, unit) < least
+        else f"{from_si(value, unit):,.{digits}f} {unit}"
+        for value in values
+    ]
+
+
+def words(name: str) -> str:
+    """A name of the document as a person reads it.
+
+    >>> words("pipeline_bubble")
+    'pipeline bubble'
+    """
+    return name.replace("_", " ")
 
 
 def percent(fraction: float) -> str:

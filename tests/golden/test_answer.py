@@ -93,3 +93,21 @@ def test_estimate_without_search_leaves_its_sections_out() -> None:
     assert "Certificate" not in text
     assert "Alternatives" not in text
     assert text.rstrip().endswith("none")
+
+
+def test_deep_pipeline_has_every_bar_and_three_itemised_stages() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    first = document["prediction"]["memory_bytes"][0]
+    stages = [first | {"activations": (40 - abs(s - 5)) * 1e9} for s in range(32)]
+    document["prediction"]["memory_bytes"] = stages
+    memory = answer_text(document).partition("Memory per stage")[2].partition("Alternatives")[0]
+    assert sum("█" in line for line in memory.splitlines()) == 32
+    rows = memory.partition("  stage")[2].splitlines()
+    assert [row.split()[0] for row in rows[1:4]] == ["0", "5", "31"]
+
+
+def test_kinds_of_layers_are_named() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    for stage in document["prediction"]["stages"]:
+        stage["layers_by_kind"] = {"dense": 3, "moe": 17}
+    assert "3 dense, 17 moe" in answer_text(document)
