@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -27,6 +26,8 @@ def shown(value: Any) -> str:
 
 def near(name: str, known: Iterable[str]) -> list[str]:
     """The known names most like `name`."""
+    import difflib  # only where something is wrong
+
     return difflib.get_close_matches(name[:80], list(known), n=5, cutoff=0.5)
 
 

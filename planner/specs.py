@@ -158,7 +158,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Low-rank adapters of `rank` on the linears named; `quantized` keeps frozen weights in 4 bits."""
+    """Low-rank adapters on the linears named; `quantized` keeps frozen weights in 4 bits."""
 
     rank: int
     targets: tuple[str, ...] = ("qkv", "out", "mlp")
