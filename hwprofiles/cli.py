@@ -244,7 +244,7 @@ def _sheet(document: Mapping[str, Any], depth: int = 0) -> list[str]:
     for group, curves in document.get("curves", {}).items():
         for name, curve in curves.items():
             label = f"{group} {name}"
-            lines.append(f"  {label:<27}{'curve':<34}{curve['kind']:<11}{_short(curve['source'])}")
+            lines.append(f"  {label:<26} {'curve':<34}{curve['kind']:<11}{_short(curve['source'])}")
     for part in document.get("parts", {}).values():
         lines += ["", *_sheet(part, depth + 1)]
     return lines

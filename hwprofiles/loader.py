@@ -2,7 +2,7 @@
 
 A cluster file names its parts: ``device``, ``scale_up`` and ``scale_out`` are each the name of a
 shipped part, the path of another TOML file relative to this one, or a table in place. A file of
-one's own may say ``extends = "dgx-h100"`` and give only what differs.
+one's own may say ``extends = "dgx-h100"`` and give only what differs, and may bring its own curves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,18 @@ from hwprofiles.profile import Cluster, Device, Fact, Link
 HERE = Path(__file__).parent
 MAX_FILE_BYTES = 1_000_000
 MAX_EXTENDS = 8
-CLUSTER_WORDS = ("name", "extends", "description", "device", "scale_up", "scale_out", "transports")
+DEVICE_WORDS = ("name", "title", "vendor", "arch", "gemm", "attention")
+CLUSTER_WORDS = (
+    "name",
+    "extends",
+    "description",
+    "device",
+    "scale_up",
+    "scale_out",
+    "transports",
+    "curves",
+    "levels",
+)
 NAME_LETTERS = set("abcdefghijklmnopqrstuvwxyz0123456789-._")
 
 
@@ -178,19 +189,26 @@ def _part(
 def _device(raw: Any, base: Path | None) -> Device:
     table, path = _part(raw, "devices", "device", base)
     where = f"device file {str(path)!r}" if path else "table 'device'"
-    facts = read_facts(table, DEVICE_FACTS, where, others=("name", "title", "vendor", "arch"))
+    facts = read_facts(table, DEVICE_FACTS, where, others=DEVICE_WORDS)
     name = _named(table, path, where)
     text(table, "title", where, needed=False)
     arch = text(table, "arch", where)
     peaks = {key[5:]: fact.value for key, fact in facts.items() if key.startswith("peak_")}
     num_sms = int(facts["num_sms"].value)
+    gemm = load_gemm_curves(name, peaks, num_sms, arch)
+    attention = load_attention_curves(name, arch, peaks)
+    if "gemm" in table or "attention" in table:
+        from hwprofiles.own_curves import read_attention, read_gemm
+
+        gemm |= read_gemm(table.get("gemm", {}), num_sms, f"{where}: gemm")
+        attention |= read_attention(table.get("attention", {}), f"{where}: attention")
     return build_device(
         name,
         text(table, "vendor", where),
         arch,
         facts,
-        load_gemm_curves(name, peaks, num_sms, arch),
-        load_attention_curves(name, arch, peaks),
+        gemm,
+        attention,
     )
 
 
@@ -226,7 +244,7 @@ def cluster_from(table: dict[str, Any], path: Path | None) -> Cluster:
     base = path.parent if path else None
     own_name = _named(table, path, where)
     table = _extended(table, base)
-    facts = read_facts(table, CLUSTER_FACTS, where, others=(*CLUSTER_WORDS, "levels"))
+    facts = read_facts(table, CLUSTER_FACTS, where, others=CLUSTER_WORDS)
     for part in ("device", "scale_up", "scale_out"):
         if part not in table:
             raise ProfileError(f"{where} lacks {part!r}", values={"missing": part})
@@ -237,6 +255,11 @@ def cluster_from(table: dict[str, Any], path: Path | None) -> Cluster:
     device = _device(table["device"], base)
     scale_up = _link(table["scale_up"], base, "scale_up")
     domain = int(facts["domain_gpus"].value)
+    curves = load_collective_curves(own_name, device.name, scale_up.name, domain)
+    if "curves" in table:
+        from hwprofiles.own_curves import read_collectives
+
+        curves |= read_collectives(table["curves"], f"{where}: curves")
     return build_cluster(
         own_name,
         device,
@@ -246,7 +269,7 @@ def cluster_from(table: dict[str, Any], path: Path | None) -> Cluster:
         level_names,
         transports=tuple(transports),
         description=text(table, "description", where, needed=False),
-        curves=load_collective_curves(own_name, device.name, scale_up.name, domain),
+        curves=curves,
     )
 
 
