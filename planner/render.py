@@ -174,8 +174,7 @@ def layers_text(stage: Document) -> str:
     kinds = stage.get("layers_by_kind") or {}
     if len(kinds) < 2:
         return str(stage["layers"])
-    held = ", ".join(f"{count} {name}" for name, count in kinds.items() if count)
-    return held
+    return ", ".join(f"{count} {name}" for name, count in kinds.items() if count)
 
 
 def recompute_text(stage: Document) -> str:
