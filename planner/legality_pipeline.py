@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,10 +151,13 @@ def layers_refuse(layout: Layout, s: Situation) -> Refusal:
             f"runtime {s.runtime.name} wants the same number on each of the {chunks} model chunks, "
             f"{layers / chunks:.4g} each is not whole, and no layer may be dropped"
         )
-    text = (
-        f"{layers} layers do not fit pp={layout.pp} x vpp={layout.vpp}: {why}; with this vpp, pp "
-        f"may be {listed(legal['pp'], layout.pp)}; with this pp, vpp may be "
-        f"{listed(legal['vpp'], layout.vpp)}"
+    offers = [
+        f"with this {other}, {key} may be {listed(legal[key], getattr(layout, key))}"
+        for key, other in (("pp", "vpp"), ("vpp", "pp"))
+        if legal[key]
+    ]
+    text = f"{layers} layers do not fit pp={layout.pp} x vpp={layout.vpp}: {why}; " + "; ".join(
+        offers
     )
     if even and layers >= layout.pp and layout.vpp == 1:
         text += (
@@ -225,7 +229,8 @@ def microbatches_allowed(table: Layout, s: Situation) -> Any:
 def microbatches_refuse(layout: Layout, s: Situation) -> Refusal:
     count, pp = int(s.num_microbatches(layout)), layout.pp
     name, step = SCHEDULES[layout.schedule], layout.micro_batch * layout.dp
-    legal = [v for v in range(1, count + 4 * pp) if _count_allowed(layout, s, v)]
+    around = range(max(1, count - 4 * pp), count + 4 * pp)
+    legal = [v for v in around if _count_allowed(layout, s, v)]
     legal = nearest(legal, count, 6)
     if name == "dualpipe":
         rule = f"dualpipe needs at least 2 pp = {2 * pp}"
@@ -251,8 +256,6 @@ def microbatches_refuse(layout: Layout, s: Situation) -> Refusal:
 
 
 def _count_allowed(layout: Layout, s: Situation, count: int) -> bool:
-    from dataclasses import replace
-
     train = replace(s.train, global_batch_size=count * layout.micro_batch * layout.dp)
     return bool(np.all(microbatches_allowed(layout, replace(s, train=train))))
 

@@ -20,7 +20,7 @@ from planner.layout import CP_KINDS, OFFLOADS, RECOMPUTE, SCHEDULES
 from planner.runtime import RUNTIME_DIR, Runtime
 from planner.specs import OPTIMIZERS, PRECISIONS
 
-KINDS = ("datasheet", "documented", "derived", "measured", "assumed")
+KINDS = ("datasheet", "derived", "measured", "assumed")
 UNITS = (
     "B",
     "B/param",

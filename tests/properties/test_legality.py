@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import numpy as np
@@ -98,6 +99,7 @@ def test_mask_is_true_exactly_where_check_accepts(runtime):
                 except LayoutError as error:
                     accepted = False
                     assert error.values, error.message
+                    json.dumps(error.as_json(), allow_nan=False)
                     assert isinstance(error.legal, dict), error.message
                     assert error.message.endswith("."), error.message
                 assert accepted == legal, layout
@@ -144,6 +146,23 @@ def test_any_text_is_a_layout_or_a_layout_error(parts, gpus):
         return
     assert isinstance(layout, Layout)
     assert parse_layout(format_layout(layout)) == layout
+
+
+huge = st.one_of(st.integers(1, 16), st.integers(1, 10**7))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.fixed_dictionaries({key: huge for key in KEYS if key not in WORDS and key != "zero"}),
+    st.sampled_from(RUNTIMES),
+    st.sampled_from(MODELS),
+)
+def test_any_degrees_are_judged_and_quickly(values, runtime, model):
+    layout = Layout(**values)
+    try:
+        check(layout, model, TRAINS[0], CLUSTERS[0], None, runtime)
+    except LayoutError as error:
+        assert len(error.message) < 600
 
 
 @settings(max_examples=200, deadline=None)

@@ -50,6 +50,13 @@ def test_bytes_per_parameter_add_up_to_the_published_sums():
     assert total("megatron-lm-2021") == 16
 
 
+def test_step_traffic_adds_up_with_the_moments():
+    # Per owned parameter, with the 8 bytes of moments read and written.
+    assert load_runtime("megatron-core").step_bytes_owned + 16 == 46
+    assert load_runtime("nemo").step_bytes_owned + 16 == 52
+    assert load_runtime("ddp").step_bytes_owned + 16 == 40
+
+
 def test_compiled_passes_move_no_more_than_eager_ones():
     eager, compiled = load_runtime("shardwise").pass_bytes, load_runtime("fsdp2").pass_bytes
     names = ("norm_backward", "residual_forward", "gated_forward", "gated_backward", "loss")
@@ -116,8 +123,8 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 
 
 def test_a_fraction_is_at_most_one(tmp_path):
-    line = re.search(r"^overlap_grad_reduce = .*$", TEXT, re.MULTILINE).group()
+    line = re.search(r"^tp_overlap_fraction = .*$", TEXT, re.MULTILINE).group()
     path = tmp_path / "fraction.toml"
-    path.write_text(TEXT.replace(line, line.replace("value = 0.9", "value = 1.5")), "utf-8")
+    path.write_text(TEXT.replace(line, line.replace("value = 0.25", "value = 1.5")), "utf-8")
     with pytest.raises(ProfileError, match="at most 1"):
         read_runtime(path)
