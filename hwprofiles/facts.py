@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -70,6 +69,8 @@ CANONICAL_UNIT = {
 
 def near(name: str, names: Iterable[str]) -> list[str]:
     """The names most like `name`, best first; all of them where none is alike."""
+    import difflib  # only where a name is wrong
+
     every = list(names)
     folded = name.lower().replace("_", "-").replace(" ", "-")[:80]
     close = difflib.get_close_matches(folded, every, n=6, cutoff=0.5)

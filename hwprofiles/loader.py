@@ -108,12 +108,27 @@ def _find(name: str, folder: str, what: str, base: Path | None) -> Path:
     if name not in known:
         extra = ["local"] if folder == "clusters" else []
         close = near(name, [*known, *extra])
+        if folder == "clusters" and name in _shipped("devices"):
+            close = _clusters_of(name) or close
+            raise ProfileError(
+                f"{name!r} is a device and not a cluster; clusters of it: {', '.join(close[:8])}",
+                values={what: name},
+                legal={what: close},
+            )
         raise ProfileError(
             f"{what} {name[:60]!r} is not known; near names: {', '.join(close[:8])}",
             values={what: name[:60]},
             legal={what: close},
         )
     return HERE / folder / f"{name}.toml"
+
+
+def _clusters_of(device: str) -> list[str]:
+    """Shipped clusters whose file names the device."""
+    line = f'\ndevice = "{device}"\n'
+    return [
+        path.stem for path in sorted((HERE / "clusters").glob("*.toml")) if line in path.read_text()
+    ]
 
 
 def _named(table: Mapping[str, Any], path: Path | None, where: str) -> str:

@@ -161,6 +161,9 @@ def test_names_that_are_not_known_bring_near_ones() -> None:
     with pytest.raises(ProfileError) as refusal:
         load_cluster("dgx_h10")
     assert "dgx-h100" in refusal.value.legal["cluster"]
+    with pytest.raises(ProfileError, match="is a device") as refusal:
+        load_cluster("h100-sxm")
+    assert {"dgx-h100", "aws-p5", "eos"} <= set(refusal.value.legal["cluster"])
     for name in ("", "no/such.toml", "\0.toml", "local:0", "local:x", "local:9999999999"):
         with pytest.raises(ProfileError):
             load_cluster(name)
