@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.results import Array, StageCosts
-from planner.search.columns import Stages, exact_times, least, relaxed_times
+from planner.search.columns import Stages, exact_times, least, mix_lines, relaxed_times
 from planner.search.orders import LayerOrder, Pattern
 
 Index = NDArray[np.int64]
@@ -110,13 +110,30 @@ class Window:
         return Window(self.row[index], self.pattern[index], self.lo[index], self.hi[index])
 
 
-def window(table: Stages, found: tuple[Pattern, ...], most_s: Array) -> Window:
-    """Ranges of layers per stage that fit in memory and in `most_s` (N,), without mixes; problems
-    that have none are left out."""
+def window(table: Stages, found: tuple[Pattern, ...], most_s: Array, main: int) -> Window:
+    """Ranges of layers per stage that fit in memory and in `most_s` (N,), with fractional mixes where
+    the free layers are of the main kind; problems that have none are left out."""
+    rows = np.arange(table.in_flight.shape[0])
+    if len(found) > 1:
+        # Without the given layers all patterns are one: rows that fail here fail in each.
+        first = found[0]
+        bare = Pattern(
+            first.base * 0, first.lo * 0, first.hi * 0 + first.total, first.free, first.total
+        )
+        rows = _ranges(table, (bare,), most_s, main).row
+        table, most_s = table.take(rows), most_s[rows]
+    part = _ranges(table, found, most_s, main)
+    return Window(rows[part.row], part.pattern, part.lo, part.hi)
+
+
+def _ranges(table: Stages, found: tuple[Pattern, ...], most_s: Array, main: int) -> Window:
     costs = table.costs
     layer_s, act, working = least(costs)
     work = working.min(axis=1)[:, None]
     rows = np.arange(table.in_flight.shape[0])
+    lines = mix_lines(costs, main)
+    base = costs.layer_s[:, main].argmin(axis=1)
+    base_act = costs.layer_act_bytes[rows, main, base][:, None]
     parts = []
     for number, pattern in enumerate(found):
         per_layer = (
@@ -131,6 +148,14 @@ def window(table: Stages, found: tuple[Pattern, ...], most_s: Array) -> Window:
         with np.errstate(divide="ignore", invalid="ignore"):
             by_time = np.floor((most_s[:, None] - given_s) / free_s + MARGIN)
             by_memory = np.floor(room / free_bytes + MARGIN)
+        if pattern.free == main and not pattern.base[:, main].any():
+            # Time and memory together: what does not fit must be saved, and saving takes time.
+            over = costs.layer_static_bytes[:, main, None] / table.in_flight + base_act
+            for slope, offset in ((w[:, None], o[:, None]) for w, o in lines):
+                left = most_s[:, None] - given_s + slope * room / table.in_flight
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    most = np.floor(left / (free_s + offset + slope * over) + MARGIN)
+                by_time = np.fmin(by_time, most)
         by_time = np.where(free_s > 0, by_time, np.where(given_s <= most_s[:, None], np.inf, -1))
         by_memory = np.where(free_bytes > 0, by_memory, np.where(room >= 0, np.inf, -1))
         hi = np.minimum(np.minimum(by_time, by_memory), pattern.hi).clip(-1).astype(np.int64)
@@ -236,7 +261,7 @@ def split_bound(
     costs = table.costs
     result = np.full(rows, np.inf)
     most_s = largest_stage(costs, bound, np.full(rows, limit_s))
-    every = window(table, found, most_s)
+    every = window(table, found, most_s, order.main)
     if every.row.size == 0:
         return result
     totals = np.array([pattern.total for pattern in found])

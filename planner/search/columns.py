@@ -84,12 +84,35 @@ def least(costs: StageCosts) -> tuple[Array, Array, Array]:
     )
 
 
+def mix_lines(costs: StageCosts, kind: int) -> list[tuple[Array, Array]]:
+    """Lines below the cost of saving memory in layers of one kind, as (slope, offset) per row.
+
+    Points (bytes saved, seconds added) per policy, against the fastest, span a lower convex hull: the
+    maximum over slopes w of ``w x + min_p (added_p - w saved_p)``, where x is the bytes to save per
+    layer and unit in flight. Every slope gives a bound, those between two points give the hull.
+    """
+    seconds = costs.layer_s[:, kind]
+    allowed = np.isfinite(seconds)
+    act = np.where(allowed, costs.layer_act_bytes[:, kind], np.inf)
+    base = seconds.argmin(axis=1)[:, None]
+    saved = np.where(allowed, np.take_along_axis(act, base, 1) - act, -np.inf)
+    added = np.where(allowed, seconds - np.take_along_axis(seconds, base, 1), np.inf)
+    lines = []
+    for i, j in combinations(range(seconds.shape[1]), 2):
+        with np.errstate(invalid="ignore", divide="ignore"):
+            slope = (added[:, j] - added[:, i]) / (saved[:, j] - saved[:, i])
+        slope = np.where(np.isfinite(slope) & (slope > 0), slope, 0.0)
+        if slope.any():
+            with np.errstate(invalid="ignore"):
+                points = np.where(allowed, added - slope[:, None] * saved, np.inf)
+            lines.append((slope, points.min(axis=1)))
+    return lines
+
+
 def relaxed_times(table: Stages, counts: Array, main: int) -> Array:
     """Lower bound on the time of stages with `counts` (N, S, Q, K) layers [s], inf: cannot fit.
 
-    The mix of the main kind is fractional: points (bytes saved, seconds added) per policy span a lower
-    convex hull, which is the maximum over slopes w of ``w x + min_p (added_p - w saved_p)``; every
-    slope gives a bound, those between two points give the hull. Working bytes at their least.
+    The mix of the main kind is fractional (`mix_lines`), working bytes are at their least.
 
     >>> costs = _example()
     >>> table = stages(costs, np.array([[1.0]]), np.array([0]))
@@ -97,7 +120,6 @@ def relaxed_times(table: Stages, counts: Array, main: int) -> Array:
     array([[[6.]]])
     """
     costs = table.costs
-    num_policies = costs.layer_s.shape[2]
     _, _, working = least(costs)
     seconds = costs.layer_s[:, main]  # (N, P)
     allowed = np.isfinite(seconds)
@@ -106,16 +128,7 @@ def relaxed_times(table: Stages, counts: Array, main: int) -> Array:
     base_act = np.take_along_axis(act, base, 1)
     base_s = np.take_along_axis(seconds, base, 1)
     saved = np.where(allowed, base_act - act, -np.inf)
-    added = np.where(allowed, seconds - base_s, np.inf)
-    lines = []
-    for i, j in combinations(range(num_policies), 2):
-        with np.errstate(invalid="ignore", divide="ignore"):
-            slope = (added[:, j] - added[:, i]) / (saved[:, j] - saved[:, i])
-        slope = np.where(np.isfinite(slope) & (slope > 0), slope, 0.0)
-        if slope.any():
-            with np.errstate(invalid="ignore"):
-                points = np.where(allowed, added - slope[:, None] * saved, np.inf)
-            lines.append((slope[:, None, None], points.min(axis=1)[:, None, None]))
+    lines = [(w[:, None, None], o[:, None, None]) for w, o in mix_lines(costs, main)]
     in_flight = table.in_flight[:, :, None]
     own = counts[..., main]
     static = np.einsum("nsqk,nk->nsq", counts, costs.layer_static_bytes)

@@ -31,7 +31,7 @@ Index = NDArray[np.int64]
 TIE = 1e-9  # relative; times closer than this are the same
 CHUNK = 50_000  # rows expanded at a time: they stay in cache
 FIRST_CHUNK = 8_000
-BATCHES = (32, 64, 128, 256, 512, 1024)
+BATCHES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 SPLITS = 6  # exact splits of a batch before its other bounds are tightened
 SIMPLEST = (
     "pp", "cp", "ep", "etp", "tp", "vpp", "offload", "zero", "schedule", "cp_kind", "shard",
@@ -340,8 +340,6 @@ class _Run:
                 if self.kept:
                     continue
             size = BATCHES[min(batch, len(BATCHES) - 1)]
-            if not self.kept and batch >= len(BATCHES):
-                size = 4096  # Nothing fits so far: most rows fall to the memory of their stages.
             take = min(size, int(np.searchsorted(pool[2], limit)))
             if take:
                 self.solve_batch(pool[0][:take], pool[1][:take])

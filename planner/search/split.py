@@ -12,7 +12,7 @@ the smallest possible bottleneck until a bound says that no later one can win:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -108,8 +108,9 @@ def paths(
         times, steps, counts = columns.by_end()
         if not np.isfinite(slowest[0]):
             return []
-        return [Path(times[0], steps[0], order.num_layers, float(slowest[0]), counts)]
-    part: Window = window(table, found, most_s)
+        whole = Path(times[0], steps[0], order.num_layers, float(slowest[0]), counts)
+        return [p for p in [_trim(table, whole, bound, limit_s)] if p is not None]
+    part: Window = window(table, found, most_s, order.main)
     if part.row.size == 0:
         return []
     all_times, all_steps, counts = stage_columns(table, found, part, order.main, most_s, "integer")
@@ -120,16 +121,56 @@ def paths(
         if not np.isfinite(bottleneck[i]):
             break
         width = int((part.hi[i] - part.lo[i]).max()) + 1
-        result.append(
-            Path(
-                all_times[i, :, None, :width],
-                all_steps[i, :, None, :width],
-                int(totals[i] - part.lo[i].sum()),
-                float(bottleneck[i]),
-                counts[i, :, None, :width],
-            )
+        path = Path(
+            all_times[i, :, None, :width],
+            all_steps[i, :, None, :width],
+            int(totals[i] - part.lo[i].sum()),
+            float(bottleneck[i]),
+            counts[i, :, None, :width],
         )
+        trimmed = _trim(table, path, bound, limit_s)
+        if trimmed is not None:
+            result.append(trimmed)
     return result
+
+
+def _trim(table: Stages, path: Path, bound: RowBound, limit_s: float) -> Path | None:
+    """Drop columns that no split below `limit_s` uses: the least sum through each is known from
+    the shortest paths to it and from it, and M is at least its own time. None: nothing is left."""
+    costs = table.costs
+    m, beta = float(costs.num_microbatches[0]), float(costs.beta[0])
+    steps = np.where(np.isfinite(path.times), path.steps, np.inf)
+    least_step = max(float(bound.step_s[0]), float(steps.min(axis=(1, 2)).max()))
+    fixed = least_step + float(costs.constant_s[0])
+    num_stages, ends, width = path.times.shape
+    size = path.length + 1
+    # before[s]: least sum with x placed by stages 0 .. s - 1, padded on the left.
+    before = np.full((num_stages + 1, width - 1 + size), np.inf)
+    before[0, width - 1] = 0.0
+    reach = [sliding_window_view(row, width)[:, ::-1] for row in before]
+    for s in range(num_stages):
+        before[s + 1, width - 1 :] = (reach[s] + path.times[s]).min(axis=1)
+    # after[s]: least sum of stages s .. from x placed on, padded on the right.
+    after = np.full((num_stages + 1, size + width - 1), np.inf)
+    after[-1, size - 1] = 0.0
+    lane = np.arange(size)[:, None] + np.arange(width)  # where a column from x ends
+    end = np.minimum(lane, size - 1)
+    length = np.arange(width)
+    for s in range(num_stages - 1, -1, -1):
+        times = path.times[s] if ends == 1 else path.times[s][end, length]
+        after[s, :size] = (after[s + 1][lane] + times).min(axis=1)
+    through = np.stack(
+        [reach[s] + path.times[s] + after[s + 1, :size, None] for s in range(num_stages)]
+    )
+    if ends == 1:
+        through = through.min(axis=1, keepdims=True)
+    keep = np.isfinite(through)
+    sums = np.maximum(np.where(keep, through, 0.0), float(bound.sum_s[0]))
+    slowest = np.maximum(np.where(keep, path.times, 0.0), path.slowest)
+    keep &= ((m - beta) * slowest + beta * sums + fixed) * (1 - MARGIN) < limit_s
+    if not keep.any(axis=(1, 2)).all():
+        return None
+    return replace(path, times=np.where(keep, path.times, np.inf))
 
 
 def _within(
