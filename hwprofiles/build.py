@@ -164,7 +164,7 @@ def _canonical(thing: Any) -> Any:
         return {
             field.name: _canonical(getattr(thing, field.name))
             for field in fields(thing)
-            if field.name != "digest"
+            if field.name not in ("digest", "description", "note")  # words about it
         }
     if isinstance(thing, np.ndarray):
         return [list(thing.shape), hashlib.sha256(thing.tobytes()).hexdigest()]
@@ -176,6 +176,6 @@ def _canonical(thing: Any) -> Any:
 
 
 def digest_of(cluster: Cluster) -> str:
-    """First 16 hex digits of the SHA-256 of device, links, cluster and curves."""
+    """First 16 hex digits of the SHA-256 of device, links, cluster and curves, notes left out."""
     content = json.dumps(_canonical(cluster), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()[:16]

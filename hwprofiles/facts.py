@@ -12,6 +12,7 @@ from hwprofiles.units import dimension_of, to_si, units_of
 
 KINDS = ("datasheet", "measured", "derived", "assumed")
 FACT_KEYS = ("value", "unit", "kind", "source", "per", "note")
+MAX_COUNT = 10_000_000
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 # fact -> (dimension, needed, zero is legal and means "none")
@@ -166,6 +167,8 @@ def check_value(name: str, value: float, dimension: str, zero_legal: bool, at: s
         rule = "true or false"
     elif name in WHOLE and value != int(value):
         rule = "a whole number"
+    elif dimension == "count" and value > MAX_COUNT:
+        rule = f"at most {MAX_COUNT}"
     elif name == "achieved_fraction" and value > 1:
         rule = "at most 1"
     elif name == "oversubscription" and value < 1:

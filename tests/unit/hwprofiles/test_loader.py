@@ -119,6 +119,7 @@ def test_a_users_cluster_names_files_and_extends(tmp_path: Path) -> None:
         ({"peak_bf16": ""}, "peak"),
         ({"memroy": FACT % (80, "GB")}, "memory"),
         ({"num_sms": FACT % (10.5, "SM")}, "whole"),
+        ({"num_sms": FACT % (1e300, "SM")}, "at most"),
         ({"achieved_memory_bandwidth": FACT % (9000, "GB/s")}, "above memory_bandwidth"),
         ({"name": '"../x"'}, "lower-case"),
         ({"vendor": "3"}, "vendor"),
