@@ -25,7 +25,7 @@ from planner.layout_text import (
     parse_layout,
     parse_request,
 )
-from planner.legality_pipeline import suggest_stages
+from planner.legality_pipeline import suggest_chunks, suggest_stages
 from planner.legality_rules import Mask, Rule, Situation
 from planner.legality_warnings import padded_vocab_size, statements, warnings_for
 from planner.runtime import Runtime
@@ -44,6 +44,7 @@ __all__ = [
     "parse_layout",
     "parse_request",
     "statements",
+    "suggest_chunks",
     "suggest_stages",
 ]
 

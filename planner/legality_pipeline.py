@@ -17,9 +17,12 @@ from planner.legality_rules import (
     ZERO_BUBBLE,
     Refusal,
     Situation,
+    choices,
     listed,
     nearest,
 )
+
+EMPTY_ENDS = 2  # chunks that may hold no layer: the embedding and the head
 
 # Batch -----------------------------------------------------------------------------------------
 
@@ -101,10 +104,30 @@ def suggest_stages(
     return tuple(counts)
 
 
+def suggest_chunks(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """Split layers over the ``pp * vpp`` model chunks of an interleaved (or plain) pipeline.
+
+    One or two layers short, the last chunk and then the first hold head and embedding alone.
+
+    Examples
+    --------
+    >>> suggest_chunks(7, Layout(pp=4, vpp=2))
+    (1, 1, 1, 1, 1, 1, 1, 0)
+    """
+    chunks = layout.pp * layout.vpp
+    missing = chunks - num_layers
+    if 0 < missing <= EMPTY_ENDS and layout.vpp > 1:
+        return (2 - missing, *([1] * (chunks - 2)), 0)
+    return suggest_stages(num_layers, chunks)
+
+
 def layers_allowed(table: Layout, s: Situation) -> Any:
-    chunks, layers = np.asarray(table.pp * table.vpp), s.model.num_hidden_layers
-    enough = layers >= chunks
-    fits = enough if s.runtime.uneven_stages else enough & (layers % chunks == 0)
+    pp, vpp, layers = np.asarray(table.pp), np.asarray(table.vpp), s.model.num_hidden_layers
+    if s.runtime.uneven_stages:
+        # Embedding and head may be chunks of their own: 126 layers run as 128 chunks.
+        fits = (layers >= pp) & (layers + np.where(vpp > 1, EMPTY_ENDS, 0) >= pp * vpp)
+    else:
+        fits = (layers >= pp * vpp) & (layers % (pp * vpp) == 0)
     return fits if s.stage_layers is None else fits & (_stage_fault(table, s) is None)
 
 
@@ -117,7 +140,8 @@ def _stage_fault(layout: Layout, s: Situation) -> str | None:
         return f"they are {len(counts)} counts for pp={pp} stages{chunks}"
     if sum(counts) != layers:
         return f"they add up to {sum(counts)}, not to the {layers} layers, none of which is dropped"
-    if min(counts) < 1:
+    inner = counts[1:-1] if len(counts) == pp * vpp and vpp > 1 else counts
+    if min(counts) < 0 or min(inner) < 1:
         return "every stage needs at least one layer"
     if len(counts) == pp and vpp > 1 and any(count % vpp for count in counts):
         odd = next(count for count in counts if count % vpp)
@@ -130,19 +154,19 @@ def _stage_fault(layout: Layout, s: Situation) -> str | None:
 def layers_refuse(layout: Layout, s: Situation) -> Refusal:
     layers, chunks = s.model.num_hidden_layers, layout.pp * layout.vpp
     values: dict[str, Any] = {"num_hidden_layers": layers, "pp": layout.pp, "vpp": layout.vpp}
-    if layers >= chunks and (s.runtime.uneven_stages or layers % chunks == 0):
+    if bool(np.all(layers_allowed(layout, replace(s, stage_layers=None)))):
         counts = list(s.stage_layers or ())
-        split = suggest_stages(layers, chunks)
+        split = suggest_chunks(layers, layout)
         text = (
             f"Stages of {listed(counts, most=99)} layers are not legal with pp={layout.pp} "
             f"vpp={layout.vpp}: {_stage_fault(layout, s)}; legal for example: "
             f"{listed(split, most=99)}."
         )
         return Refusal(text, values | {"stage_layers": counts}, {"stage_layers": list(split)})
-    even = not s.runtime.uneven_stages
+    even, alone = not s.runtime.uneven_stages, replace(s, stage_layers=None)
     legal = {
-        key: [v for v in range(1, layers // other + 1) if not even or layers % (v * other) == 0]
-        for key, other in (("pp", layout.vpp), ("vpp", layout.pp))
+        key: choices(layers_allowed, layout, alone, key, range(1, layers + 1))
+        for key in ("pp", "vpp")
     }
     if layers < chunks:
         why = f"every one of the {chunks} model chunks needs at least one layer"

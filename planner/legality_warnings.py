@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.layout import Layout
-from planner.legality_pipeline import suggest_stages
+from planner.legality_pipeline import suggest_chunks
 from planner.legality_rules import Situation, listed
 
 ACHIEVED_COMPUTE_FRACTION = 0.5  # of the peak, in the rough test for network-bound ZeRO-3
@@ -57,9 +57,8 @@ def statements(layout: Layout, s: Situation) -> list[str]:
             f"tp={layout.tp}, in embedding and head alike; the {padded - vocab} added rows are "
             "counted in memory and must be stripped from a saved checkpoint."
         )
-    chunks = layout.pp * layout.vpp
     if layout.pp > 1:
-        split = s.stage_layers or suggest_stages(s.model.num_hidden_layers, chunks)
+        split = s.stage_layers or suggest_chunks(s.model.num_hidden_layers, layout)
         lines.append(f"Layers of the {len(split)} stages: {listed(split, most=999)}.")
     return lines
 
@@ -148,7 +147,7 @@ def _pipeline(layout: Layout, s: Situation) -> list[str]:
     if layers % chunks and s.stage_layers is None:
         found.append(
             f"{layers} layers do not divide by pp={layout.pp} x vpp={layout.vpp}: stages hold "
-            f"{listed(suggest_stages(layers, chunks), most=999)} layers, so the launch must state "
+            f"{listed(suggest_chunks(layers, layout), most=999)} layers, so the launch must state "
             "first and last stage counts or a layout; none is dropped."
         )
     return found

@@ -17,6 +17,7 @@ from planner.legality import (
     legal_mask,
     parse_layout,
     parse_request,
+    suggest_chunks,
     suggest_stages,
 )
 from planner.runtime import load_runtime
@@ -173,6 +174,23 @@ def test_stages_are_balanced_and_complete():
             assert max(split) - min(split) <= 1
     with pytest.raises(LayoutError, match="at most 4 stages"):
         suggest_stages(4, 5)
+
+
+@pytest.mark.parametrize(("layers", "pp", "vpp"), [(126, 16, 8), (94, 32, 3), (95, 32, 3)])
+def test_embedding_and_head_may_be_chunks_of_their_own(layers, pp, vpp):
+    # Published Megatron runs: Llama-3.1-405B and Qwen3-235B count both as layers of the split.
+    model = sample.model(layers=layers)
+    layout = parse_layout(f"pp={pp} vpp={vpp}", pp)
+    training, where = sample.train(4 * pp), sample.cluster()
+    warnings = check(layout, model, training, where, pp, MEGATRON)
+    assert any("none is dropped" in text for text in warnings)
+    split = suggest_chunks(layers, layout)
+    assert len(split) == pp * vpp
+    assert sum(split) == layers
+    assert check(layout, model, training, where, pp, MEGATRON, split) == []
+    short = sample.model(layers=pp * vpp - 3)
+    with pytest.raises(LayoutError, match="at least one layer"):
+        check(layout, short, training, where, pp, MEGATRON)
 
 
 @pytest.mark.parametrize(
