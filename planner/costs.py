@@ -7,13 +7,13 @@ sums to the search; `planner.estimate` reads the addends for one layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from planner.collectives import collective_s
-from planner.layer import LayerCosts, Setting, edge_costs, layer_costs, unique_rows
+from planner.layer import LayerCosts, Setting, edge_costs, layer_costs
 from planner.layout import Layout
 from planner.memory import MemoryItems, RankParameters, element_sizes, memory_items, rank_parameters
 from planner.parallel import data_parallel, offload
@@ -24,20 +24,29 @@ HIDING_SHARE = 0.9  # of the last backward, during which gradient buckets become
 
 
 @dataclass(frozen=True, slots=True)
-class StateTraffic:
+class Traffic:
     """Seconds of parameter and gradient traffic of a block of parameters (U,).
 
-    `gather_s` is one all-gather, `reduce_s` one reduction; `per_microbatch` says how many of each run
-    in a micro-batch, `per_step` how many once a step.
+    In a micro-batch: `up_s` gathers before forward, `again_s` before backward, `down_s` reduces. Once
+    a step: `reduce_s`, `gather_s`.
     """
 
-    gather_s: Any
+    up_s: Any
+    again_s: Any
+    down_s: Any
     reduce_s: Any
-    gathers_per_microbatch: Any
-    reduces_per_microbatch: Any
-    gathers_per_step: Any
-    reduces_per_step: Any
-    ops: list[CommOp]
+    gather_s: Any
+    ops: tuple[CommOp, ...] = ()
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.up_s + other.up_s,
+            self.again_s + other.again_s,
+            self.down_s + other.down_s,
+            self.reduce_s + other.reduce_s,
+            self.gather_s + other.gather_s,
+            self.ops + other.ops,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class RowCosts:
     constant_s: dict[str, Any]
     params: RankParameters
     memory: MemoryItems
-    traffic: list[StateTraffic]
+    traffic: list[Traffic]
     hidden_step_s: list[Any]
 
 
@@ -71,50 +80,39 @@ def num_microbatches(layout: Layout, setting: Setting) -> Any:
 
 def traffic_of(
     params: Any, trained: Any, layout: Layout, groups: Groups, setting: Setting, axis: str
-) -> StateTraffic:
+) -> Traffic:
     """Time the collectives that shard and reduce `params` parameters."""
     runtime, size = setting.runtime, element_sizes(setting)
-    m = num_microbatches(layout, setting)
-    ops = data_parallel.comm_ops(params, trained, layout, groups, m, size, runtime, axis)
+    ops = data_parallel.comm_ops(
+        params, trained, layout, groups, num_microbatches(layout, setting), size, runtime, axis
+    )
     bucket = runtime.bucket_elements
 
     def seconds(op: CommOp, members: Any, stride: Any) -> Any:
         """One pass over the buffer, in buckets where the runtime packs several layers in one."""
+        on = np.asarray(op.count) > 0
+        if not np.any(on):
+            return 0.0
         call = np.maximum(op.num_bytes, bucket * size.reduce) if bucket else op.num_bytes
         each = collective_s(setting.cluster, op.kind, call, members, stride)
-        scale = np.divide(op.num_bytes, np.maximum(call, 1.0))
-        return np.where(np.asarray(op.count) > 0, each * scale, 0.0)
+        return np.where(on, each * np.divide(op.num_bytes, np.maximum(call, 1.0)), 0.0)
 
-    everyone = np.where(
-        np.asarray(layout.zero) == 0, groups.shard * groups.replicas, groups.replicas
-    )
-    stride = np.where(np.asarray(layout.zero) == 0, groups.shard_stride, groups.replica_stride)
-    reduce_s = (
-        seconds(ops[0], everyone, stride)
-        + seconds(ops[1], groups.shard, groups.shard_stride)
-        + seconds(ops[2], groups.shard, groups.shard_stride)
-    )
-    gather_s = seconds(ops[3], groups.shard, groups.shard_stride)
-    gathers = np.where(gather_s > 0, data_parallel.gathers_per_step(layout, m, runtime), 0)
-    reduces = np.where(reduce_s > 0, data_parallel.reduces_per_step(layout, m, runtime), 0)
-    # With one micro-batch "every micro-batch" and "once a step" differ in what may hide them.
-    streaming = np.asarray(layout.zero) >= (2 if runtime.weight_shard_is_master else 3)
-    if runtime.zero3_pp_keeps_stage:
-        streaming = streaming & (np.asarray(layout.pp) == 1)
-    each_gather = np.where(streaming, gathers / m, 0.0)
-    each_reduce = np.where(
-        np.isin(np.asarray(layout.zero), runtime.reduce_every_microbatch) & (reduces >= m),
-        reduces / m,
-        0.0,
-    )
-    return StateTraffic(
-        gather_s,
-        reduce_s,
-        each_gather,
-        each_reduce,
-        np.where(each_gather > 0, 0.0, gathers),
-        np.where(each_reduce > 0, 0.0, reduces),
-        ops,
+    zero = np.asarray(layout.zero)
+    everyone = np.where(zero == 0, groups.shard * groups.replicas, groups.replicas)
+    stride = np.where(zero == 0, groups.shard_stride, groups.replica_stride)
+    members = (everyone, groups.shard, groups.shard, groups.shard)
+    strides = (stride, groups.shard_stride, groups.shard_stride, groups.shard_stride)
+    each = [seconds(*args) for args in zip(ops, members, strides, strict=True)]
+    reduce_s, gather_s = each[0] + each[1] + each[2], each[3]
+    gathers, reduces = data_parallel.per_microbatch(layout, runtime)
+    timed = tuple(replace(op, total_s=op.count * one) for op, one in zip(ops, each, strict=True))
+    return Traffic(
+        np.where(gathers >= 1, gather_s, 0.0),
+        np.where(gathers >= 2, gather_s, 0.0),
+        np.where(reduces, reduce_s, 0.0),
+        np.where(reduces, 0.0, reduce_s),
+        np.where(gathers >= 1, 0.0, gather_s),
+        timed,
     )
 
 
@@ -127,9 +125,7 @@ def exposed(total: Any, share: float, window: Any, setting: Setting) -> Any:
     return total - np.minimum(share * np.asarray(total), window)
 
 
-def streaming_s(
-    traffic: list[StateTraffic], forward_s: Any, backward_s: Any, setting: Setting
-) -> Any:
+def streaming_s(traffic: Traffic, forward_s: Any, backward_s: Any, setting: Setting) -> Any:
     """Exposed sharding traffic of a layer in one micro-batch [s].
 
     Forward gathers once, backward gathers again (ZeRO 3) and reduces. Each direction lasts
@@ -137,34 +133,30 @@ def streaming_s(
     compute beside them: traffic W beside compute C exposes max(0, o W - C) + (1 - o) W + k min(o W, C).
     """
     runtime = setting.runtime
-    up = sum(np.where(t.gathers_per_microbatch >= 1, t.gather_s, 0.0) for t in traffic)
-    again = sum(np.where(t.gathers_per_microbatch >= 2, t.gather_s, 0.0) for t in traffic)
-    down = sum(t.reduces_per_microbatch * t.reduce_s for t in traffic)
+    up, again, down = traffic.up_s, traffic.again_s, traffic.down_s
     gather, reduce = runtime.overlap_param_gather, runtime.overlap_grad_reduce
     forward = exposed(up, gather, forward_s, setting)
     hidden = gather * again + reduce * down
     backward = exposed(again + down, 1.0, np.minimum(hidden, backward_s), setting)
-    slowed = runtime.comm_sm_fraction * (up + again + down - forward - backward)
-    if setting.overlap != "runtime":
-        slowed = 0.0 * slowed
-    return forward + backward + slowed
+    result = forward + backward
+    if setting.overlap == "runtime":
+        result = result + runtime.comm_sm_fraction * (up + again + down - forward - backward)
+    return result
 
 
 def step_addends(
-    traffic: list[StateTraffic], forward_s: Any, backward_s: Any, optimizer_s: Any, setting: Setting
+    traffic: Traffic, forward_s: Any, backward_s: Any, optimizer: Any, setting: Setting
 ) -> dict[str, Any]:
     """Exposed addends once a step: gradient reduction, parameter gather, optimizer."""
     runtime = setting.runtime
-    reduce_s = sum(t.reduces_per_step * t.reduce_s for t in traffic)
-    gather_s = sum(t.gathers_per_step * t.gather_s for t in traffic)
     return {
         "gradient_reduction": exposed(
-            reduce_s, runtime.overlap_grad_reduce, HIDING_SHARE * backward_s, setting
+            traffic.reduce_s, runtime.overlap_grad_reduce, HIDING_SHARE * backward_s, setting
         ),
         "parameter_gather": exposed(
-            gather_s, runtime.overlap_param_gather, HIDING_SHARE * forward_s, setting
+            traffic.gather_s, runtime.overlap_param_gather, HIDING_SHARE * forward_s, setting
         ),
-        "optimizer": optimizer_s,
+        "optimizer": optimizer,
     }
 
 
@@ -199,33 +191,50 @@ def optimizer_s(params: Any, trained: Any, layout: Layout, groups: Groups, setti
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class StateCosts:
+    """Sharding of a table of layouts: parameters, memory, traffic and optimizer, by block.
+
+    Blocks are one layer of each kind, then the embedding, then the head.
+    """
+
+    params: RankParameters
+    memory: MemoryItems
+    traffic: list[Traffic]
+    optimizer_s: list[Any]
+    constant_s: dict[str, Any]
+
+
+def state_costs(layout: Layout, setting: Setting) -> StateCosts:
+    """What depends on degrees, sharding and offload, and not on micro-batch, schedule or recompute."""
+    params = rank_parameters(layout, setting)
+    dense, expert = data_parallel.dense_groups(layout), data_parallel.expert_groups(layout)
+    blocks = [*zip(params.dense, params.trained_dense, strict=True)]
+    blocks += [(params.first, params.trained_first), (params.head, params.trained_head)]
+    traffic = [
+        traffic_of(held, trained, layout, dense, setting, "shard") for held, trained in blocks
+    ]
+    update = [optimizer_s(held, trained, layout, dense, setting) for held, trained in blocks]
+    for k, (held, trained) in enumerate(zip(params.expert, params.trained_expert, strict=True)):
+        if np.any(np.asarray(held) > 0):
+            traffic[k] = traffic[k] + traffic_of(held, trained, layout, expert, setting, "edp")
+            update[k] = update[k] + optimizer_s(held, trained, layout, expert, setting)
+    return StateCosts(
+        params,
+        memory_items(layout, params, setting),
+        traffic,
+        update,
+        constant_addends(layout, params, setting),
+    )
+
+
 def row_costs(layout: Layout, setting: Setting) -> RowCosts:
     """All addends of a table of distinct layouts (schedule, vpp and recompute are not looked at)."""
-    model = setting.model
-    first_rows, inverse = unique_rows(
-        layout.tp, layout.cp, layout.cp_kind, layout.micro_batch, layout.ep, layout.etp
-    )
-    cells = layout.take(first_rows)
-    layers = [layer_costs(kind, cells, setting).gathered(inverse) for kind in model.kinds]
-    params = rank_parameters(layout, setting)
-    edges = edge_costs(cells, setting, np.asarray(params.vocab)[first_rows])
-    first, head = (one.gathered(inverse) for one in edges)
-    dense, expert = data_parallel.dense_groups(layout), data_parallel.expert_groups(layout)
-    fsdp, steps, traffics, hidden = [], [], [], []
-    for k, costs in enumerate(layers):
-        traffic = [
-            traffic_of(params.dense[k], params.trained_dense[k], layout, dense, setting, "shard")
-        ]
-        update = optimizer_s(params.dense[k], params.trained_dense[k], layout, dense, setting)
-        if np.any(np.asarray(params.expert[k]) > 0):
-            traffic.append(
-                traffic_of(
-                    params.expert[k], params.trained_expert[k], layout, expert, setting, "edp"
-                )
-            )
-            update = update + optimizer_s(
-                params.expert[k], params.trained_expert[k], layout, expert, setting
-            )
+    state = state_costs(layout, setting)
+    layers = [layer_costs(kind, layout, setting) for kind in setting.model.kinds]
+    first, head = edge_costs(layout, setting, state.params.vocab)
+    fsdp, steps, hidden = [], [], []
+    for costs, traffic, update in zip(layers, state.traffic, state.optimizer_s, strict=False):
         forward, backward = costs.forward_total_s, costs.backward_total_s
         fsdp.append(
             [
@@ -234,55 +243,29 @@ def row_costs(layout: Layout, setting: Setting) -> RowCosts:
             ]
         )
         steps.append(step_addends(traffic, forward, backward, update, setting))
-        traffics.append(
-            StateTraffic(
-                *[sum_of(traffic, name) for name in ("gather_s", "reduce_s")],
-                0,
-                0,
-                0,
-                0,
-                [op for t in traffic for op in t.ops],
-            )
-        )
-        total = sum(
-            t.reduces_per_step * t.reduce_s + t.gathers_per_step * t.gather_s for t in traffic
-        )
+        total = traffic.reduce_s + traffic.gather_s
         hidden.append(total - steps[-1]["gradient_reduction"] - steps[-1]["parameter_gather"])
-    edge = []
-    for block, costs, trained in (
-        (params.first, first, params.trained_first),
-        (params.head, head, params.trained_head),
-    ):
-        traffic = [traffic_of(block, trained, layout, dense, setting, "shard")]
-        update = optimizer_s(block, trained, layout, dense, setting)
-        # Embedding and head are the first and last buckets: nothing runs beside them.
-        edge.append(
-            (
-                streaming_s(traffic, 0.0, 0.0, setting),
-                step_addends(traffic, 0.0, 0.0, update, setting),
-            )
-        )
-        traffics.append(traffic[0])
+    # Embedding and head are the first and last buckets: nothing runs beside them.
+    edges = [
+        (streaming_s(traffic, 0.0, 0.0, setting), step_addends(traffic, 0.0, 0.0, update, setting))
+        for traffic, update in zip(state.traffic[-2:], state.optimizer_s[-2:], strict=True)
+    ]
     return RowCosts(
         layers,
         first,
         head,
         fsdp,
-        edge[0][0],
-        edge[1][0],
+        edges[0][0],
+        edges[1][0],
         steps,
-        edge[0][1],
-        edge[1][1],
-        constant_addends(layout, params, setting),
-        params,
-        memory_items(layout, params, setting),
-        traffics,
+        edges[0][1],
+        edges[1][1],
+        state.constant_s,
+        state.params,
+        state.memory,
+        state.traffic,
         hidden,
     )
-
-
-def sum_of(traffic: list[StateTraffic], name: str) -> Any:
-    return sum(getattr(t, name) for t in traffic)
 
 
 def constant_addends(layout: Layout, params: RankParameters, setting: Setting) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from planner.costs import RowCosts, row_costs
-from planner.layer import Setting
+from planner.layer import LayerCosts, Setting
 from planner.layout import RECOMPUTE, SCHEDULES, Layout, StageLayout
 from planner.model_flops import model_flops_per_token
 from planner.parallel import data_parallel, pipeline_parallel
 from planner.provider import ModelProvider, total
 from planner.results import CommOp, Estimate, StageCosts
 from planner.stages import layers_of_chunks, virtual_stage
+from planner.tables import LayerSums, StateSums
 
 COMMUNICATION = (
     "tensor_parallel",
@@ -66,9 +67,52 @@ def cost_row(layout: Layout, setting: Setting) -> Row:
     provider.policy_codes = tuple(range(len(RECOMPUTE)))
     table = provider.table(layout)
     named = row_costs(table, setting)
-    sums = provider.assemble(table, table, named, np.zeros(1, dtype=np.int64))
+    sums = provider.assemble(table, *sums_of(named, setting))
     flight = provider.in_flight(table, np.arange(layout.pp)[None, :])
     return Row(layout, setting, provider, named, sums, tuple(np.reshape(flight, -1).tolist()))
+
+
+def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
+    """The sums that the search sees, from the named addends of one row."""
+    layers = named.layers
+
+    def by_policy(name: str) -> Any:
+        return np.array([[[scalar(v) for v in getattr(x, name)] for x in layers]])
+
+    def by_kind(name: str) -> Any:
+        return np.array([[scalar(getattr(x, name)) for x in layers]])
+
+    def edge(x: LayerCosts) -> Any:
+        return np.array([scalar(x.forward_total_s) + scalar(x.backward_total_s)])
+
+    def blocks(name: str) -> Any:
+        return np.array([[scalar(getattr(t, name)) for t in named.traffic]])
+
+    memory = named.memory
+    held = [*memory.layer, memory.first, memory.head]
+    updates = [*named.step_s, named.first_step_s, named.head_step_s]
+    first, head = named.first, named.head
+    return (
+        LayerSums(
+            by_kind("forward_total_s"),
+            by_kind("backward_total_s"),
+            by_kind("weight_s"),
+            by_policy("recompute_s"),
+            by_policy("kept_bytes"),
+            by_policy("working_bytes"),
+            edge(first),
+            edge(head),
+            np.array([scalar(first.kept_bytes[0])]),
+            np.array([scalar(head.kept_bytes[0])]),
+        ),
+        StateSums(
+            *(blocks(name) for name in ("up_s", "again_s", "down_s", "reduce_s", "gather_s")),
+            np.array([[scalar(items["optimizer"]) for items in updates]]),
+            np.array([[scalar(total(items)) for items in held]]),
+            np.array([scalar(total(memory.fixed))]),
+            np.array([scalar(total(named.constant_s))]),
+        ),
+    )
 
 
 def even_counts(num_layers: int, pp: int) -> list[int]:

@@ -9,17 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.collectives import collective_s
-from planner.costs import RowCosts, constant_addends, num_microbatches, optimizer_s, row_costs
-from planner.layer import LayerCosts, Setting, edge_costs, layer_costs, unique_rows
-from planner.layout import OFFLOADS, RECOMPUTE, SCHEDULES, Layout
+from planner.costs import (
+    Traffic,
+    constant_addends,
+    num_microbatches,
+    optimizer_s,
+    step_addends,
+    streaming_s,
+)
+from planner.layer import Setting, unique_rows
+from planner.layout import RECOMPUTE, SCHEDULES, Layout
 from planner.legality import RULES, Situation, legal_mask
-from planner.memory import MemoryItems, memory_items, rank_parameters
+from planner.memory import memory_items, rank_parameters
 from planner.parallel import data_parallel, pipeline_parallel
+from planner.parameters import padded_vocab
 from planner.results import Array, StageCosts
 from planner.schedules import bubble_beta, in_flight
 from planner.search.provider import PIPE_KEY, STATE_KEY, Space
 from planner.space import allowed_values
+from planner.tables import LayerSums, StateSums, Tables, stacked, wide
 
+TRAFFIC = ("up_s", "again_s", "down_s", "reduce_s", "gather_s")
 CELL_RULES = (
     "degrees",
     "training",
@@ -35,18 +45,6 @@ CELL_RULES = (
     "sequence",
     "layers",
     "batch",
-)
-STATE_COLUMNS = (
-    "tp",
-    "cp",
-    "cp_kind",
-    "micro_batch",
-    "ep",
-    "etp",
-    "pp",
-    "zero",
-    "shard",
-    "offload",
 )
 
 
@@ -83,6 +81,7 @@ class ModelProvider:
             if name in setting.runtime.recompute and self.fixed.get("recompute", code) == code
         )
         self._space: Space | None = None
+        self._tables: Tables | None = None
 
     @property
     def num_kinds(self) -> int:
@@ -151,42 +150,18 @@ class ModelProvider:
         result: NDArray[np.int64] = pipeline_parallel.head_stage(rows.schedule, rows.pp)
         return result
 
-    def layer_arrays(
-        self, layers: list[LayerCosts], fsdp: list[list[Any]] | None, size: int
-    ) -> tuple[Array, Array, Array]:
-        """(layer_s, layer_act_bytes, working_bytes) of shape (U, K, P)."""
-        stretch = 1.0 + self.setting.runtime.allocator_fraction
-        shape = (size, len(layers), len(self.policy_codes))
-        seconds, kept, working = np.empty(shape), np.empty(shape), np.empty(shape)
-        for k, costs in enumerate(layers):
-            base = costs.forward_total_s + costs.backward_total_s
-            for j, p in enumerate(self.policy_codes):
-                extra = costs.recompute_s[p] + (0.0 if fsdp is None else fsdp[k][p])
-                seconds[:, k, j] = base + extra
-                kept[:, k, j] = stretch * costs.kept_bytes[p]
-                working[:, k, j] = stretch * costs.working_bytes[p]
-        return seconds, kept, working
-
-    def edges(
-        self, layout: Layout, vocab: Any, head: LayerCosts, first: LayerCosts
-    ) -> tuple[Any, Any]:
-        """Bytes in flight on the first rank; bytes of logits and final norm on the head's."""
-        s = self.setting
-        stretch = 1.0 + s.runtime.allocator_fraction
-        tokens = np.asarray(layout.micro_batch) * s.train.seq_len / np.asarray(layout.cp)
-        logits = tokens * vocab / np.asarray(layout.tp) * s.runtime.logit_bytes_peak
-        if not s.model.lm_head:
-            logits = 0.0 * logits
-        scale = s.element_bytes / 2
-        return stretch * first.kept_bytes[0], stretch * (head.kept_bytes[0] + scale * logits)
+    @property
+    def tables(self) -> Tables:
+        """Sums by distinct layer and sharding, shared by all calls."""
+        if self._tables is None:
+            self._tables = Tables(self.setting, self.policy_codes, self.space().values)
+        return self._tables
 
     def stage_costs(self, rows: Layout, cell: NDArray[np.int64] | None = None) -> StageCosts:
-        """Costs of full rows; what schedule and vpp do not touch is computed once."""
-        del cell  # distinct rows are found by value
-        index, inverse = unique_rows(*[getattr(rows, name) for name in STATE_COLUMNS])
-        distinct = self.table(rows).take(index)
-        costs = row_costs(distinct, self.setting)
-        return self.assemble(self.table(rows), distinct, costs, inverse)
+        """Costs of full rows."""
+        del cell  # distinct cases are found by value
+        rows = self.table(rows)
+        return self.assemble(rows, self.tables.layer_sums(rows), self.tables.state_sums(rows))
 
     def table(self, rows: Layout) -> Layout:
         """`rows` with every field an array of one length."""
@@ -194,58 +169,72 @@ class ModelProvider:
         arrays = np.broadcast_arrays(*[np.atleast_1d(getattr(rows, name)) for name in names])
         return Layout(**dict(zip(names, arrays, strict=True)))
 
-    def assemble(
-        self, rows: Layout, distinct: Layout, costs: RowCosts, inverse: NDArray[np.int64]
-    ) -> StageCosts:
-        """Sum the addends of distinct rows, spread them over all rows, add what schedules change."""
-        size = len(np.atleast_1d(distinct.tp))
-        seconds, kept, working = self.layer_arrays(costs.layers, costs.fsdp_s, size)
-        first_act, head_act = self.edges(distinct, costs.params.vocab, costs.head, costs.first)
-        main = max(range(self.num_kinds), key=self.layer_kinds.count)
-        layer = costs.layers[main]
-        weight = np.broadcast_to(layer.weight_s, (size,))
-        forward = np.broadcast_to(layer.forward_total_s, (size,))
-        rest = np.broadcast_to(layer.backward_total_s, (size,)) - weight
+    @property
+    def main_kind(self) -> int:
+        """The kind that most layers are of: it stands for all in the bubble of a split backward."""
+        return max(range(self.num_kinds), key=self.layer_kinds.count)
 
-        def spread(value: Any) -> Array:
-            return np.broadcast_to(np.asarray(value, dtype=np.float64), (size,))[inverse]
+    def logit_bytes(self, layout: Layout) -> Any:
+        """Logits and loss at their peak on the head's rank."""
+        s = self.setting
+        if not s.model.lm_head:
+            return 0.0
+        tokens = np.asarray(layout.micro_batch) * s.train.seq_len / np.asarray(layout.cp)
+        vocab = padded_vocab(s.model, s.runtime.vocab_multiple, layout.tp) / np.asarray(layout.tp)
+        return tokens * vocab * s.runtime.logit_bytes_peak * s.element_bytes / 2
 
-        m = num_microbatches(rows, self.setting)
+    def assemble(self, rows: Layout, layers: LayerSums, state: StateSums) -> StageCosts:
+        """Put layer and sharding sums together and add what schedules change."""
+        s, k = self.setting, self.main_kind
+        m = num_microbatches(rows, s)
+        stretch = 1.0 + s.runtime.allocator_fraction
+        kinds = slice(0, self.num_kinds)
+        traffic = state.traffic(kinds)
+        backward = layers.backward_s[:, :, None] + layers.extra_s
+        by_policy = Traffic(*[getattr(traffic, f)[:, :, None] for f in TRAFFIC])
+        seconds = layers.forward_s[:, :, None] + backward
+        if np.any(traffic.up_s) or np.any(traffic.down_s):
+            seconds = seconds + streaming_s(by_policy, layers.forward_s[:, :, None], backward, s)
+        step = step_addends(
+            traffic, layers.forward_s, layers.backward_s, state.optimizer_s[:, kinds], s
+        )
+        edges = [state.traffic(block) for block in (-2, -1)]
+        edge_step = [
+            step_addends(t, 0.0, 0.0, state.optimizer_s[:, block], s)
+            for block, t in zip((-2, -1), edges, strict=True)
+        ]
+        edge_stream = [streaming_s(t, 0.0, 0.0, s) for t in edges]
+        weight = layers.weight_s[:, k]
         beta = bubble_beta(
             rows.schedule,
             rows.vpp,
-            forward[inverse],
-            rest[inverse],
-            weight[inverse],
+            layers.forward_s[:, k],
+            layers.backward_s[:, k] - weight,
+            weight,
             pp=rows.pp,
             num_microbatches=m,
         )
-        p2p, fill = self.send_s(distinct)
+        p2p, fill = self.send_s(rows)
         hidden = np.isin(np.asarray(rows.schedule), self.overlapping)
-        per_stage = np.where(hidden, 0.0, 2 * np.asarray(rows.vpp) * p2p[inverse])
-        memory = costs.memory
+        static = state.static_bytes
         return StageCosts(
             num_microbatches=np.asarray(m, dtype=np.float64),
             beta=beta,
-            layer_s=seconds[inverse],
-            layer_step_s=np.stack([spread(total(items)) for items in costs.step_s], axis=1),
-            layer_static_bytes=np.stack([spread(total(items)) for items in memory.layer], axis=1),
-            layer_act_bytes=kept[inverse],
-            working_bytes=working[inverse],
-            stage_s=per_stage,
-            first_s=spread(
-                costs.first.forward_total_s + costs.first.backward_total_s + costs.fsdp_first_s
-            ),
-            head_s=spread(
-                costs.head.forward_total_s + costs.head.backward_total_s + costs.fsdp_head_s
-            ),
-            first_step_s=spread(total(costs.first_step_s)),
-            head_step_s=spread(total(costs.head_step_s)),
-            fixed_bytes=spread(total(memory.fixed)),
-            first_bytes=spread(total(memory.first)),
-            head_bytes=spread(total(memory.head) + head_act),
-            first_act_bytes=spread(first_act),
-            constant_s=spread(total(costs.constant_s)) + np.where(hidden, fill[inverse], 0.0),
+            layer_s=seconds,
+            layer_step_s=total(step),
+            layer_static_bytes=static[:, kinds],
+            layer_act_bytes=stretch * layers.kept_bytes,
+            working_bytes=stretch * layers.working_bytes,
+            stage_s=np.where(hidden, 0.0, 2 * np.asarray(rows.vpp) * p2p),
+            first_s=layers.first_s + edge_stream[0],
+            head_s=layers.head_s + edge_stream[1],
+            first_step_s=total(edge_step[0]),
+            head_step_s=total(edge_step[1]),
+            fixed_bytes=state.fixed_bytes,
+            first_bytes=static[:, -2],
+            head_bytes=static[:, -1] + stretch * (layers.head_kept_bytes + self.logit_bytes(rows)),
+            first_act_bytes=stretch * layers.first_kept_bytes,
+            constant_s=state.constant_s + np.where(hidden, fill, 0.0),
             capacity_bytes=self.capacity_bytes,
         )
 
@@ -266,6 +255,13 @@ class ModelProvider:
 
     def send_s(self, layout: Layout) -> tuple[Array, Array]:
         """Seconds of one send to the next stage; and of the sends that fill and drain the pipeline."""
+        first, inverse = unique_rows(layout.pp, layout.tp, layout.cp, layout.micro_batch)
+        one = self.one_send_s(layout.take(first))[inverse]
+        pp = np.atleast_1d(layout.pp)
+        return one, (0.0 if self.setting.overlap == "all" else 2.0) * (pp - 1) * one
+
+    def one_send_s(self, layout: Layout) -> Array:
+        """Seconds of one send for distinct rows."""
         s = self.setting
         pp = np.atleast_1d(layout.pp)
         tokens = np.asarray(layout.micro_batch) * s.train.seq_len / np.asarray(layout.cp)
@@ -273,138 +269,97 @@ class ModelProvider:
             s.model, tokens, layout.tp, s.element_bytes, s.runtime.sequence_parallel
         )
         stride = np.maximum(1, s.num_gpus // pp)
-        one = np.where(pp > 1, collective_s(s.cluster, "send_recv", size, pp, stride), 0.0)
-        return one, (0.0 if s.overlap == "all" else 2.0) * (pp - 1) * one
+        seconds = collective_s(s.cluster, "send_recv", size, np.where(pp > 1, 2, 1), stride)
+        return np.where(pp > 1, seconds, 0.0)
 
     def cell_costs(self, cells: Layout) -> tuple[StageCosts, Array]:
         """A floor under every term over all sharding, offload and schedule options of each cell."""
         cells, s = self.table(cells), self.setting
         values = self.space().values
-        index, inverse = unique_rows(*[getattr(cells, n) for n in STATE_COLUMNS[:6]])
-        small = cells.take(index)
-        layers = [layer_costs(kind, small, s).gathered(inverse) for kind in s.model.kinds]
-        size = len(inverse)
-        params = rank_parameters(cells, s)
-        first, head = (
-            one.gathered(inverse) for one in edge_costs(small, s, np.asarray(params.vocab)[index])
-        )
-        seconds, kept, working = self.layer_arrays(layers, None, size)
-        memory = self.least_memory(cells, params, values)
-        first_act, head_act = self.edges(cells, params.vocab, head, first)
-        zeros = np.zeros(size)
-
-        def wide(value: Any) -> Array:
-            return np.broadcast_to(np.asarray(value, dtype=np.float64), (size,))
-
-        step = self.least_step(cells, params, values)
+        layers = self.tables.layer_sums(cells)
+        size = len(layers.first_s)
+        static, fixed, step, constant = self.least_state(cells)
+        k = self.main_kind
         m = num_microbatches(cells, s)
-        main = max(range(self.num_kinds), key=self.layer_kinds.count)
-        weight = wide(layers[main].weight_s)
-        forward, rest = (
-            wide(layers[main].forward_total_s),
-            wide(layers[main].backward_total_s) - weight,
-        )
+        weight = layers.weight_s[:, k]
+        forward, rest = layers.forward_s[:, k], layers.backward_s[:, k] - weight
         beta = np.ones(size)
         for schedule in values["schedule"]:
-            for vpp in values["vpp"]:
+            for vpp in values["vpp"] if SCHEDULES[schedule] == "interleaved" else (1, 2):
                 beta = np.minimum(
                     beta,
                     bubble_beta(
                         schedule, vpp, forward, rest, weight, pp=cells.pp, num_microbatches=m
                     ),
                 )
+        stretch = 1.0 + s.runtime.allocator_fraction
+        kinds = slice(0, self.num_kinds)
         costs = StageCosts(
             num_microbatches=np.asarray(m, dtype=np.float64),
             beta=beta,
-            layer_s=seconds,
-            layer_step_s=np.stack([wide(value) for value in step[:-2]], axis=1),
-            layer_static_bytes=np.stack([wide(value) for value in memory.layer], axis=1),
-            layer_act_bytes=kept,
-            working_bytes=working,
-            stage_s=zeros,
-            first_s=wide(first.forward_total_s + first.backward_total_s),
-            head_s=wide(head.forward_total_s + head.backward_total_s),
-            first_step_s=wide(step[-2]),
-            head_step_s=wide(step[-1]),
-            fixed_bytes=wide(memory.fixed["sum"]),
-            first_bytes=wide(memory.first["sum"]),
-            head_bytes=wide(memory.head["sum"] + head_act),
-            first_act_bytes=wide(first_act),
-            constant_s=wide(total(constant_addends(cells, params, s))),
+            layer_s=(layers.forward_s + layers.backward_s)[:, :, None] + layers.extra_s,
+            layer_step_s=step[:, kinds],
+            layer_static_bytes=static[:, kinds],
+            layer_act_bytes=stretch * layers.kept_bytes,
+            working_bytes=stretch * layers.working_bytes,
+            stage_s=np.zeros(size),
+            first_s=layers.first_s,
+            head_s=layers.head_s,
+            first_step_s=step[:, -2],
+            head_step_s=step[:, -1],
+            fixed_bytes=fixed,
+            first_bytes=static[:, -2],
+            head_bytes=static[:, -1] + stretch * (layers.head_kept_bytes + self.logit_bytes(cells)),
+            first_act_bytes=stretch * layers.first_kept_bytes,
+            constant_s=constant,
             capacity_bytes=self.capacity_bytes,
         )
         return costs, np.ones(size)
 
-    def variants(self, cells: Layout, values: Mapping[str, tuple[int, ...]]) -> list[Layout]:
-        """Cells under each ZeRO stage, fully sharded, without offload and with the furthest one."""
-        whole = np.asarray(cells.dp) * cells.cp
-        offloads = sorted({min(values["offload"]), max(values["offload"])})
-        return [
-            cells.with_(zero=zero, shard=whole if zero else 1, offload=code)
-            for zero in values["zero"]
-            for code in offloads
-        ]
+    def least_state(self, cells: Layout) -> tuple[Array, Array, Array, Array]:
+        """Least static bytes, fixed bytes, optimizer and constant seconds over sharding and offload.
 
-    def least_memory(
-        self, cells: Layout, params: Any, values: Mapping[str, tuple[int, ...]]
-    ) -> Any:
-        """Least static bytes of every term over the variants; each term on its own."""
-        best: MemoryItems | None = None
-        for variant in self.variants(cells, values):
-            items = memory_items(variant, params, self.setting)
-            sums = MemoryItems(
-                [total(x) for x in items.layer],
-                {"sum": total(items.fixed)},
-                {"sum": total(items.first)},
-                {"sum": total(items.head)},
-            )
-            if best is None:
-                best = sums
-                continue
-            best = MemoryItems(
-                [np.minimum(a, b) for a, b in zip(best.layer, sums.layer, strict=True)],
-                *[
-                    {"sum": np.minimum(a["sum"], b["sum"])}
-                    for a, b in (
-                        (best.fixed, sums.fixed),
-                        (best.first, sums.first),
-                        (best.head, sums.head),
+        Each term on its own, over ZeRO stages fully sharded, without offload and with the furthest.
+        """
+        values = self.space().values
+        first, inverse = unique_rows(cells.tp, cells.cp, cells.ep, cells.etp, cells.pp)
+        small = cells.take(first)
+        whole = np.asarray(small.dp) * small.cp
+        best: list[Array] = []
+        for zero in values["zero"]:
+            for code in sorted({min(values["offload"]), max(values["offload"])}):
+                sums = self.least_one(
+                    small.with_(
+                        zero=np.full_like(whole, zero),
+                        shard=whole if zero else np.ones_like(whole),
+                        offload=np.full_like(whole, code),
                     )
-                ],
-            )
-        return best
+                )
+                best = [np.minimum(a, b) for a, b in zip(best, sums, strict=True)] if best else sums
+        static, fixed, step, constant = (value[inverse] for value in best)
+        return static, fixed, step, constant
 
-    def least_step(
-        self, cells: Layout, params: Any, values: Mapping[str, tuple[int, ...]]
-    ) -> list[Any]:
-        """Least optimizer seconds: per layer of each kind, then embedding and head."""
+    def least_one(self, table: Layout) -> list[Array]:
+        """Static and fixed bytes, optimizer and constant seconds of one sharding; no traffic."""
         s = self.setting
-        blocks = [
-            (d, t, e, u)
-            for d, t, e, u in zip(
-                params.dense,
-                params.trained_dense,
-                params.expert,
-                params.trained_expert,
-                strict=True,
+        size = len(np.atleast_1d(table.tp))
+        params = rank_parameters(table, s)
+        memory = memory_items(table, params, s)
+        dense, expert = data_parallel.dense_groups(table), data_parallel.expert_groups(table)
+        step = [
+            optimizer_s(p, t, table, dense, s)
+            for p, t in (
+                *zip(params.dense, params.trained_dense, strict=True),
+                (params.first, params.trained_first),
+                (params.head, params.trained_head),
             )
         ]
-        blocks += [
-            (params.first, params.trained_first, 0.0, 0.0),
-            (params.head, params.trained_head, 0.0, 0.0),
+        for i, (held, trained) in enumerate(zip(params.expert, params.trained_expert, strict=True)):
+            step[i] = step[i] + optimizer_s(held, trained, table, expert, s)
+        blocks = [*memory.layer, memory.first, memory.head]
+        return [
+            stacked([total(items) for items in blocks], size),
+            wide(total(memory.fixed), size),
+            stacked(step, size),
+            wide(total(constant_addends(table, params, s)), size),
         ]
-        best: list[Any] = [np.inf] * len(blocks)
-        for variant in self.variants(cells, values):
-            dense = data_parallel.dense_groups(variant)
-            expert = data_parallel.expert_groups(variant)
-            for i, (d, t, e, u) in enumerate(blocks):
-                seconds = optimizer_s(d, t, variant, dense, s)
-                if np.any(np.asarray(e) > 0):
-                    seconds = seconds + optimizer_s(e, u, variant, expert, s)
-                best[i] = np.minimum(best[i], seconds)
-        return best
-
-
-def offload_names(codes: tuple[int, ...]) -> list[str]:
-    """Names of offload codes, for messages."""
-    return [OFFLOADS[code] for code in codes]

@@ -163,26 +163,37 @@ def host_bytes(layout: Layout, groups: Groups, size: ElementBytes) -> Any:
     )
 
 
-def gathers_per_step(layout: Layout, num_microbatches: Any, runtime: Runtime) -> Any:
-    """Parameter all-gathers per training step.
+def per_microbatch(layout: Layout, runtime: Runtime) -> tuple[Any, Any]:
+    """Parameter gathers and whether gradients reduce, in every micro-batch of a layout.
 
-    ZeRO 3: before forward and again before backward of every micro-batch; once a step where a
-    pipeline stage keeps its parameters. ZeRO 2 with a sharded master: once a micro-batch. ZeRO 1 and
-    plain ZeRO 2: once a step, after the optimizer.
+    ZeRO 3 gathers before forward and again before backward; ZeRO 2 with a sharded master once; others
+    never (they gather once a step, after the optimizer). Gradients reduce where the runtime says so.
+    A pipeline stage that keeps its parameters does both once a step.
+
+    >>> from types import SimpleNamespace
+    >>> runtime = SimpleNamespace(zero3_pp_keeps_stage=True, weight_shard_is_master=True,
+    ...     reduce_every_microbatch=(2, 3))
+    >>> [int(x) for x in per_microbatch(Layout(zero=3), runtime)]
+    [2, 1]
+    >>> [int(x) for x in per_microbatch(Layout(zero=3, pp=2), runtime)]
+    [0, 0]
     """
     zero = np.asarray(layout.zero)
-    pipelined = (np.asarray(layout.pp) > 1) & runtime.zero3_pp_keeps_stage
-    three = np.where(pipelined, 1, 2 * num_microbatches)
-    two = np.where(pipelined | (not runtime.weight_shard_is_master), 1, num_microbatches)
-    return np.where(zero >= 3, three, np.where(zero == 2, two, np.where(zero == 1, 1, 0)))
+    kept = (np.asarray(layout.pp) > 1) & runtime.zero3_pp_keeps_stage
+    gathers = np.where(zero >= 3, 2, np.where((zero == 2) & runtime.weight_shard_is_master, 1, 0))
+    return np.where(kept, 0, gathers), np.isin(zero, runtime.reduce_every_microbatch) & ~kept
+
+
+def gathers_per_step(layout: Layout, num_microbatches: Any, runtime: Runtime) -> Any:
+    """Parameter all-gathers per training step: by micro-batch, or once where ZeRO is on."""
+    each, _ = per_microbatch(layout, runtime)
+    return np.where(each > 0, each * num_microbatches, np.where(np.asarray(layout.zero) >= 1, 1, 0))
 
 
 def reduces_per_step(layout: Layout, num_microbatches: Any, runtime: Runtime) -> Any:
     """Gradient reductions per training step: every micro-batch where the runtime says so, else one."""
-    zero = np.asarray(layout.zero)
-    each = np.isin(zero, runtime.reduce_every_microbatch)
-    pipelined = (np.asarray(layout.pp) > 1) & runtime.zero3_pp_keeps_stage
-    return np.where(each & ~pipelined, num_microbatches, 1)
+    _, each = per_microbatch(layout, runtime)
+    return np.where(each, num_microbatches, 1)
 
 
 def comm_ops(
