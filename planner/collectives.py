@@ -57,14 +57,18 @@ def place(cluster: Cluster, size: ArrayLike, stride: ArrayLike, concurrent: bool
     """Members per domain, domains, and the rates that the group can use.
 
     Where the ranks lie is `hwprofiles.topology.group_span`. With `concurrent` all equal groups of
-    the cluster run at once, so a member has its GPU's share of the node's ports; alone, it may use
-    a whole port. A level with oversubscription o (product up to it) above m members limits a ring
-    that leaves it to m shares / o, because one edge in m crosses it, and an all-to-all to its
-    share that leaves / o.
+    the cluster run at once, so a member has its GPU's share of the node's ports; alone, the group
+    starts at the first rank of a domain and a member may use a whole port. A level with
+    oversubscription o (product up to it) above m members limits a ring that leaves it to m
+    shares / o, because one edge in m crosses it, and an all-to-all to its share that leaves / o.
     """
     ranks = np.asarray(size, dtype=np.int64)
     step = np.asarray(stride, dtype=np.int64)
-    members, across, _ = group_span(cluster, ranks, step)
+    if concurrent:
+        members, across, _ = group_span(cluster, ranks, step)
+    else:  # one group, from the first rank of a domain on
+        across = np.minimum(ranks, (ranks - 1) * step // cluster.domain_gpus + 1)
+        members = np.maximum(1, ranks // across)
     n, local, domains = _array(ranks), _array(members), _array(across)
     node_rate = cluster.node_scale_out_bytes_per_s
     share = node_rate / cluster.gpus_per_node

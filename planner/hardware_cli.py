@@ -106,6 +106,8 @@ def collective_document(
     else:
         spread = nodes
         legal = [gpus // d for d in range(per_node, 0, -1) if per_node % d == gpus % d == 0]
+        if gpus <= per_node and 1 not in legal:
+            legal.insert(0, 1)
         if spread not in legal:
             raise InputError(
                 f"{gpus} GPUs over {spread} nodes of {per_node}: each node must hold the same "
@@ -113,17 +115,16 @@ def collective_document(
                 values={"gpus": gpus, "nodes": spread, "gpus_per_node": per_node},
                 legal={"nodes": legal},
             )
-        stride = per_node // (gpus // spread)
+        stride = 1 if spread == 1 else per_node // (gpus // spread)
     if cluster.max_nodes is not None and spread > cluster.max_nodes:
         raise InputError(
             f"cluster {cluster.name!r} has {cluster.max_nodes} nodes, not {spread}",
             values={"nodes": spread},
             legal={"nodes": [1, cluster.max_nodes]},
         )
-    seconds = float(collective_s(cluster, op, num_bytes, gpus, stride, hierarchical=hierarchical))
-    algorithm = collective_algorithm(
-        cluster, op, num_bytes, gpus, stride, hierarchical=hierarchical
-    )
+    how = {"concurrent": spread > 1, "hierarchical": hierarchical}
+    seconds = float(collective_s(cluster, op, num_bytes, gpus, stride, **how))
+    algorithm = collective_algorithm(cluster, op, num_bytes, gpus, stride, **how)
     curve = cluster.curves.get(op)
     measured = algorithm == "measured" and curve is not None
     rate = num_bytes / seconds if seconds > 0 else None

@@ -59,7 +59,7 @@ def test_bf16_gemm(device: str, source: str, median: float, ninth: float) -> Non
 def test_fp8_without_quantisation_meets_clean_benchmarks() -> None:
     """DeepGEMM times products alone; its grouped rows were not in the fit by shape alone."""
     h100 = load_device("h100-sxm")
-    for grouped, limit in ((False, 0.12), (True, 0.12)):
+    for grouped, limit in ((False, 0.08), (True, 0.06)):
         some = [
             r
             for r in rows("gemm")
@@ -186,7 +186,9 @@ def test_collectives(source: str, cluster: str, at_least: int, median: float) ->
         if r["device"] != at.device.name or "NVLS_ENABLE" in r["algo"] or r["algo"] == "ring":
             continue
         size = int(r["n_gpus"])
-        model.append(float(collective_s(at, r["op"], int(r["message_bytes"]), size)))
+        alone = size < at.domain_gpus  # these rows time one group and leave other GPUs idle
+        q = int(r["message_bytes"])
+        model.append(float(collective_s(at, r["op"], q, size, concurrent=not alone)))
         measured.append(float(r["time_us"]) * 1e-6)
     assert model
     got = quantiles(model, measured)
@@ -224,7 +226,7 @@ def test_rings_over_many_nodes_follow_the_simai_table() -> None:
 
 
 def test_shipped_files_are_what_the_fit_writes(tmp_path: Path) -> None:
-    """The quick fits; the search for GEMM constants takes ten seconds and is left to the command."""
+    """The quick fits; the search for GEMM constants takes ten seconds: left to the command."""
     from hwprofiles.fit import CALIBRATIONS, write
     from hwprofiles.fit_attention import fit_attention
     from hwprofiles.fit_collectives import fit_collectives

@@ -50,6 +50,12 @@ def test_collective_prints_one_document(app: typer.Typer) -> None:
     assert across["seconds"] > 5 * inside["seconds"]
 
 
+def test_a_group_smaller_than_its_node_stays_in_it() -> None:
+    six = collective_document("dgx-h100", "all_reduce", 2**30, 6)
+    assert six["algorithm"] == "measured"
+    assert six == collective_document("dgx-h100", "all_reduce", 2**30, 6, nodes=1)
+
+
 def test_bad_values_are_refused_with_the_legal_ones() -> None:
     with pytest.raises(InputError, match="each node must hold the same") as spread:
         collective_document("dgx-h100", "all_reduce", 1, 12, nodes=5)
