@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hwprofiles.profile import Cluster
 from planner import legality_model as model_rules
@@ -140,8 +141,8 @@ def _error(rule: Rule, layout: Layout, situation: Situation) -> LayoutError:
     return LayoutError(refusal.message, values=refusal.values, legal=refusal.legal)
 
 
-_FREE_MICRO_BATCHES = (1, 2, 4, 8, 16)
-_GRID = ("dp", "tp", "pp", "cp")
+_GRID = ("tp", "pp", "cp")
+_CHUNKS = {"interleaved": [2, 3, 5, 7], "dualpipe": [2]}
 
 
 def check_fixed(
@@ -183,31 +184,50 @@ def check_fixed(
 
 
 def _completions(fix: Mapping[str, int], train: TrainSpec, gpus: int, runtime: Runtime) -> Layout:
-    """Layouts with `fix` and the other degrees free, as a table."""
-    parts = divisors(gpus)
-    axes: dict[str, list[int]] = {key: [fix[key]] if key in fix else parts for key in _GRID[1:]}
-    axes["cp_kind"] = [i for i, kind in enumerate(CP_KINDS) if kind in runtime.cp_kinds] or [0]
-    axes["micro_batch"] = [v for v in _FREE_MICRO_BATCHES if v <= train.global_batch_size] or [1]
-    axes["zero"] = list(runtime.zero_stages)
-    axes["schedule"] = [SCHEDULES.index(name) for name in runtime.schedules]
-    axes["vpp"] = [1, 2, 3, 5, 7] if "schedule" in fix else [1]
-    for key in axes:
-        if key in fix:
-            axes[key] = [fix[key]]
-    for key in ("ep", "etp", "recompute", "offload"):
-        axes[key] = [fix.get(key, 0 if key in ("recompute", "offload") else 1)]
-    grids = np.meshgrid(*(np.asarray(values) for values in axes.values()), indexing="ij")
-    column = {key: grid.reshape(-1) for key, grid in zip(axes, grids, strict=True)}
-    product = column["tp"] * column["pp"] * column["cp"]
+    """Layouts with `fix` and the other degrees free, as a table.
+
+    A free degree that only ever restricts (ep, zero, micro_batch ...) is at its lowest, except
+    where a fixed one or the precision may want it higher.
+    """
+    pipelined, sharded = {"schedule", "vpp"} & set(fix), {"shard", "offload", "schedule"} & set(fix)
+    low = train.precision in ("fp8", "fp4")
+    axes: dict[str, list[int]] = {
+        "cp_kind": [i for i, kind in enumerate(CP_KINDS) if kind in runtime.cp_kinds] or [0],
+        "micro_batch": [1, 2, 4, 8, 16] if low else [1, 2] if pipelined else [1],
+        "zero": list(runtime.zero_stages) if sharded else [runtime.zero_stages[0]],
+        "schedule": [SCHEDULES.index(name) for name in runtime.schedules],
+        "vpp": _CHUNKS.get(SCHEDULES[fix["schedule"]], [1]) if "schedule" in fix else [1],
+        "ep": [1],
+        "etp": [1],
+        "recompute": [0],
+        "offload": [0],
+    }
+    axes |= {key: [fix[key]] for key in axes if key in fix}
+    grid = _grids(fix, gpus)
+    rest = np.meshgrid(*(np.asarray(values) for values in axes.values()), indexing="ij")
+    count = rest[0].size
+    column = {key: np.repeat(values, count) for key, values in grid.items()}
+    for key, values in zip(axes, rest, strict=True):
+        column[key] = np.tile(values.reshape(-1), grid["tp"].size)
+    shards = np.where(column["zero"] > 0, column["dp"] * column["cp"], 1)
+    column["shard"] = np.full(shards.shape, fix["shard"]) if "shard" in fix else shards
+    return Layout(**column)
+
+
+def _grids(fix: Mapping[str, int], gpus: int) -> dict[str, NDArray[np.int64]]:
+    """Every (tp, pp, cp, dp) with `fix` on `gpus`, or the fixed ones alone where there is none."""
+    parts = np.asarray(divisors(gpus), dtype=np.int64)
+    axes = [np.asarray([fix[key]], dtype=np.int64) if key in fix else parts for key in _GRID]
+    tp, pp, cp = (grid.reshape(-1) for grid in np.meshgrid(*axes, indexing="ij"))
+    product = tp * pp * cp
     fits = gpus % product == 0
     if "dp" in fix:
         fits &= product * fix["dp"] == gpus
-    if fits.any():
-        column = {key: values[fits] for key, values in column.items()}
-        product = product[fits]
-    column["dp"] = (
-        np.full(product.shape, fix["dp"]) if "dp" in fix else np.maximum(1, gpus // product)
-    )
-    sharded = np.where(column["zero"] > 0, column["dp"] * column["cp"], 1)
-    column["shard"] = np.full(product.shape, fix["shard"]) if "shard" in fix else sharded
-    return Layout(**column)
+    if not fits.any():
+        tp, pp, cp = (np.asarray([fix.get(key, 1)], dtype=np.int64) for key in _GRID)
+        product, fits = tp * pp * cp, np.ones(1, dtype=bool)
+    dp = np.maximum(1, gpus // product)
+    if "dp" in fix:
+        dp = np.full_like(product, fix["dp"])
+    columns = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
+    return {key: values[fits] for key, values in columns.items()}

@@ -235,4 +235,10 @@ def test_a_table_is_judged_fast():
         start = time.perf_counter()
         legal_mask(table, MODEL, sample.train(64), sample.cluster(), MEGATRON)
         best = min(best, time.perf_counter() - start)
-    assert best < 1.0  # 0.06 s alone on one core
+    assert best < 1.0  # a loop over layouts would take minutes
+
+
+def test_fixed_degrees_are_judged_fast_on_any_number_of_gpus():
+    start = time.perf_counter()
+    check_fixed({"schedule": 2}, MODEL, sample.train(5040), sample.cluster(), 5040, MEGATRON)
+    assert time.perf_counter() - start < 3.0  # an unfiltered product of axes would take minutes
