@@ -29,7 +29,8 @@ from planner.plan import Certificate, Plan, make_plan
 from planner.problem import make_setting
 from planner.provider import ModelProvider
 from planner.results import Estimate, Timeline
-from planner.search.search import Found, Solved, best_with, search
+from planner.search.found import Found, Solved
+from planner.search.search import LeastGpus, best_with, least_gpus, search
 from planner.specs import ModelSpec
 from planner.words import gib
 
@@ -412,8 +413,8 @@ def nothing_fits(
     near = found.nearest
     least = least_gpus_of(setting, fixed, bounded)
     enough = (
-        f"the least number of GPUs of {setting.cluster.name} on which it fits is {least}"
-        if least
+        f"the least number of GPUs of {setting.cluster.name} on which it fits is {least.num_gpus}"
+        if least.num_gpus
         else f"no number of GPUs of {setting.cluster.name} up to {MOST_GPUS:,} is enough"
     )
     values: dict[str, Any] = {"gpus": setting.num_gpus, "capacity_bytes": provider_capacity(setting)}
@@ -435,7 +436,7 @@ def nothing_fits(
         f"{setting.model.name} does not fit on {setting.num_gpus} GPUs of {setting.cluster.name} "
         f"under the {setting.runtime.name} runtime{detail}; {enough}",
         values=values,
-        legal={"gpus": [least] if least else []},
+        legal={"gpus": [least.num_gpus] if least.num_gpus else []},
     )
 
 
@@ -448,9 +449,8 @@ def provider_capacity(setting: Setting) -> float:
 
 def least_gpus_of(
     setting: Setting, fixed: Mapping[str, int], bounded: Mapping[str, int]
-) -> int | None:
+) -> LeastGpus:
     """The least number of GPUs on which some layout fits, found by searching."""
-    from planner.search.nearest import least_gpus
 
     def provider(num_gpus: int) -> ModelProvider:
         return ModelProvider(replace(setting, num_gpus=num_gpus), fixed, bounded)
@@ -458,8 +458,4 @@ def least_gpus_of(
     most = MOST_GPUS
     if setting.cluster.max_nodes is not None:
         most = min(most, setting.cluster.max_nodes * setting.cluster.gpus_per_node)
-    def fits(candidate: ModelProvider) -> bool:
-        return search(candidate, keep=1, near=0.0, milp=False).best is not None
-
-    step = setting.cluster.gpus_per_node
-    return least_gpus(provider, start=setting.num_gpus + 1, step=step, most=most, fits=fits)
+    return least_gpus(provider, step=setting.cluster.gpus_per_node, most=most)

@@ -21,14 +21,15 @@ from planner.flops import (
     moe_operations,
 )
 from planner.layout import RECOMPUTE, Layout
-from planner.operations import Operation, shard_of
+from planner.operations import AttentionCall, Operation, shard_of
 from planner.parallel import context_parallel, expert_parallel, offload, recompute, tensor_parallel
 from planner.results import Array, CommOp
-from planner.roofline import attention_s, gemm_s, memory_bound_s
+from planner.roofline import attention_s, gemm_curve, gemm_s, memory_bound_s
 from planner.runtime import Runtime
 from planner.specs import LayerSpec, ModelSpec, TrainSpec
 
 COMPUTE = ("attention_gemm", "attention_core", "mlp_gemm", "expert_gemm", "memory_bound", "head")
+UNFUSED_RATE = 0.6  # of the sustained GEMM rate, in products of short k
 EXPOSED = ("tensor_parallel", "context_parallel", "expert_parallel", "launch")
 AXIS_STRIDE: dict[str, Callable[[Layout], Any]] = {
     "tp": lambda x: 1,
@@ -123,6 +124,24 @@ class LayerCosts:
         )
 
 
+def unfused_products_s(call: AttentionCall, setting: Setting) -> Any:
+    """The two batched products of unfused attention, forward [s]; their bytes are counted apart.
+
+    t = 2 b a s_q s_kv (d + d_v) / r over the whole score matrix, causal or not, with r = 0.6 of the
+    sustained GEMM rate for products of short k (assumed). A head width that is no multiple of 8 leaves
+    tensor cores idle: half the fp32 peak then (assumed).
+
+    References: Korthikanti2022; NVIDIA tensor-core alignment guide.
+    """
+    device = setting.cluster.device
+    aligned = call.head_dim % 8 == 0 and call.v_head_dim % 8 == 0
+    rate = UNFUSED_RATE * gemm_curve(device, setting.gemm_precision("")).cap_flops_per_s
+    if not aligned:
+        rate = min(rate, 0.5 * device.peak_flops_per_s.get("fp32", rate))
+    flops = 2.0 * call.batch * call.heads * np.multiply(call.seq_q, call.seq_kv)
+    return flops * (call.head_dim + call.v_head_dim) / rate
+
+
 def operation_s(op: Operation, setting: Setting) -> tuple[Any, Any, Any]:
     """Seconds of an operation: forward, backward for its input, backward for its weight.
 
@@ -145,7 +164,10 @@ def operation_s(op: Operation, setting: Setting) -> tuple[Any, Any, Any]:
         )
         if not op.frozen:
             weight = gemm_s(device, precision, g.k, g.n, g.m, batch=g.groups, backward=True)
-    if op.attention is not None:
+    if op.attention is not None and not setting.flash:
+        products = unfused_products_s(op.attention, setting)
+        forward, backward = forward + products, backward + 2 * products
+    elif op.attention is not None:
         a = op.attention
         args = (
             device,
