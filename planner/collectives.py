@@ -30,8 +30,8 @@ FILL_BYTES = 32 * 2.0**20
 # Cost of one more peer of a flat all-to-all: what 16 MiB over 16 nodes takes beyond the rate that
 # 16 GiB reaches, over its 120 remote peers (simai_alltoall_table).
 PEER_S = 1.4e-6
-# NCCL's own model gives trees 0.92 of the ring's rate at best; measured two-node rates without
-# switch reduction never beat the ring (a100_hdr_2node).
+# Assumed: NCCL's own model gives trees at most 0.92 of the ring's rate, and the two-node rate
+# without switch reduction does not beat the ring (a100_hdr_2node), so long messages take the ring.
 TREE_RATE = 0.85
 
 

@@ -6,6 +6,7 @@ Limits are relative errors of time: median and ninth decile. Rows are in calibra
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,8 @@ def test_attention_of_another_benchmark(device: str, source: str, median: float)
         ("aic_h100_sxm", "dgx-h100", 512, 0.001),
         ("aic_a100_sxm", "dgx-a100-80gb", 512, 0.001),
         ("aic_b300_sxm", "dgx-b300", 512, 0.001),
-        # Not in the fit: other hosts, and messages beyond the table.
+        # Not in the curves: other hosts, and messages beyond the table. Of the forms across nodes
+        # only the fill of the pipe (h20_2node) and the number of rails (NVL72) were set from rows.
         ("dgxc_h100", "dgx-h100", 2**20, 0.05),
         ("mleng_h200", "dgx-h200", 2**24, 0.06),
         ("mleng_a100", "dgx-a100-80gb", 2**27, 0.1),
@@ -174,7 +176,10 @@ def test_attention_of_another_benchmark(device: str, source: str, median: float)
         ("gke_a3ultra", "gcp-a3-ultra", 2**20, 0.12),
         ("gke_a3ultra", "gcp-a3-ultra", 1024, 0.25),
         ("p6b200_2node", "aws-p6-b200", 8, 0.25),
-        ("a100_hdr_2node", "dgx-a100-80gb", 2**30, 0.6),  # the host has half the ports
+        # Hosts whose owners ask why they are slow, or whose ports are not fully known.
+        ("gke_a3high", "gcp-a3-high", 2**25, 0.1),
+        ("h20_2node", "hgx-h20", 1, 0.25),
+        ("p4d_2022", "aws-p4d", 2**30, 0.35),
     ],
 )
 def test_collectives(source: str, cluster: str, at_least: int, median: float) -> None:
@@ -193,6 +198,15 @@ def test_collectives(source: str, cluster: str, at_least: int, median: float) ->
     assert model
     got = quantiles(model, measured)
     assert got[0] <= median, got
+
+
+def test_two_nodes_with_half_the_ports() -> None:
+    """a100_hdr_2node: two A100 nodes with four 200 Gbit/s ports each."""
+    at = replace(load_cluster("dgx-a100-80gb"), nics_per_node=4.0)
+    for r in rows("collectives"):
+        if r["source_id"] == "a100_hdr_2node":
+            seconds = float(collective_s(at, r["op"], int(r["message_bytes"]), int(r["n_gpus"])))
+            assert seconds == pytest.approx(float(r["time_us"]) * 1e-6, rel=0.12)
 
 
 def test_racks_of_72() -> None:
