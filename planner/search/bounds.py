@@ -2,9 +2,9 @@
 
     T = (m - beta) M + beta S + E + C      M = max t_s,  S = sum t_s,  E = max e_s
 
-T rises with M, S and E (S >= M), so that lower bounds on the three give one on T. `row_bound` looks at
-a row without its stages; `split_bound` at its stages with fractional or integer recompute mixes. Each
-holds for every split and mix: nothing that is dropped by it can be better.
+T rises with M, S and E (S >= M), so that lower bounds on the three give one on T. `row_bound`
+looks at a row without its stages; `split_bound` at its stages with fractional or integer recompute
+mixes. Each holds for every split and mix: nothing that is dropped by it can be better.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MARGIN = 1e-9  # relative; windows are cut this much later than their bound says
 
 @dataclass(frozen=True, slots=True)
 class RowBound:
-    """Bounds that need no stage axis, (R,): step time, sum of stages, exposed step cost [s], and the
-    least bytes that the fullest rank must hold."""
+    """Bounds that need no stage axis, (R,): step time, sum of stages, exposed step cost [s], and
+    the least bytes that the fullest rank must hold."""
 
     time_s: Array
     sum_s: Array
@@ -111,8 +111,8 @@ class Window:
 
 
 def window(table: Stages, found: tuple[Pattern, ...], most_s: Array, main: int) -> Window:
-    """Ranges of layers per stage that fit in memory and in `most_s` (N,), with fractional mixes where
-    the free layers are of the main kind; problems that have none are left out."""
+    """Ranges of layers per stage that fit in memory and in `most_s` (N,), with fractional mixes
+    where the free layers are of the main kind; problems that have none are left out."""
     rows = np.arange(table.in_flight.shape[0])
     if len(found) > 1:
         # Without the given layers all patterns are one: rows that fail here fail in each.
@@ -184,7 +184,8 @@ def stage_columns(
 ) -> tuple[Array, Array, Index]:
     """Times and step costs [s], (M, S, W), and counts (M, S, W, K) of the problems in `part`.
 
-    Infinite where a stage does not fit, is slower than `most_s` (per row), or outside of the window.
+    Infinite where a stage does not fit, is slower than `most_s` (per row), or outside of the
+    window.
     """
     width = int((part.hi - part.lo).max(initial=0)) + 1
     bases = np.stack([pattern.base for pattern in found])
@@ -216,7 +217,7 @@ def min_bottleneck(columns: Array, lo: Index, total: Array) -> Array:
     >>> min_bottleneck(c, np.array([[1, 1]]), np.array([4]))  # 3 + 1: 3 s; 2 + 2: 4 s
     array([3.])
     """
-    problems, num_stages, width = columns.shape
+    problems, num_stages = columns.shape[:2]
     values = np.sort(columns.reshape(problems, -1), axis=1)
     low = np.zeros(problems, dtype=np.int64)
     high = np.full(problems, values.shape[1])  # one past the last: infeasible
@@ -230,7 +231,8 @@ def min_bottleneck(columns: Array, lo: Index, total: Array) -> Array:
         high = np.where(open_ & enough, middle, high)
         low = np.where(open_ & ~enough, middle + 1, low)
     padded = np.concatenate([values, np.full((problems, 1), np.inf)], axis=1)
-    return padded[lane, high]
+    smallest: Array = padded[lane, high]
+    return smallest
 
 
 def sum_bound(columns: Array, lo: Index, total: Array) -> Array:
@@ -256,7 +258,8 @@ def split_bound(
     limit_s: float,
     mix: str,
 ) -> Array:
-    """Lower bound on T of N rows with one pp, each valid up to `limit_s`; inf: no split below it."""
+    """Lower bound on T of N rows with one pp, each valid up to `limit_s`; inf: no split below
+    it."""
     rows = table.in_flight.shape[0]
     costs = table.costs
     result = np.full(rows, np.inf)
@@ -285,7 +288,8 @@ def split_bound(
             + own.constant_s
         )
         np.minimum.at(result, part.row, value)
-    return np.maximum(result, bound.time_s)
+    raised: Array = np.maximum(result, bound.time_s)
+    return raised
 
 
 def _blocks(widths: Index, num_stages: int) -> list[Index]:

@@ -37,8 +37,9 @@ class Candidates:
 
     `cells` is the table of coarse cells. `state` and `pipe` hold option columns by field name;
     the options of cell i are rows ``state_start[i] + 0 .. state_count[i]-1`` (and alike for pipe).
-    Row j of cell i, ``0 <= j < state_count[i] * pipe_count[i]``, is state option ``j // pipe_count``
-    with pipeline option ``j % pipe_count``. `enumerated` counts the product before legality.
+    Row j of cell i, ``0 <= j < state_count[i] * pipe_count[i]``, is state option ``j //
+    pipe_count`` with pipeline option ``j % pipe_count``. `enumerated` counts the product before
+    legality.
     """
 
     cells: Layout

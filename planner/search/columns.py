@@ -4,15 +4,17 @@ A stage with layers ``n[k]`` of kind k under policies p takes
 
     t = stage_s + [first] first_s + [head] head_s + sum n[k,p] layer_s[k,p]
 
-and must hold its bytes (`planner.results.StageCosts`). Layers of the main kind mix policies freely, all
-layers of other kinds in one stage share one policy. Memory couples nothing across stages, and step
-time rises with every t, so that the least t is all that a search over splits needs.
+and must hold its bytes (`planner.results.StageCosts`). Layers of the main kind mix policies
+freely, all layers of other kinds in one stage share one policy. Memory couples nothing across
+stages, and step time rises with every t, so that the least t is all that a search over splits
+needs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from planner.results import Array, StageCosts
 
 Index = NDArray[np.int64]
+Numbers = NDArray[Any]  # whole numbers, as integers or floats
 SLACK = 1e-12  # of the capacity: rounding never decides whether a stage fits
 
 
@@ -75,7 +78,8 @@ def stages(costs: StageCosts, in_flight: Array, head_stage: Index) -> Stages:
 
 
 def least(costs: StageCosts) -> tuple[Array, Array, Array]:
-    """Per kind, over its allowed policies: least seconds, activation bytes, working bytes, (R, K)."""
+    """Per kind, over its allowed policies: least seconds, activation bytes, working bytes, (R,
+    K)."""
     allowed = np.isfinite(costs.layer_s)
     return (
         costs.layer_s.min(axis=2),
@@ -87,9 +91,10 @@ def least(costs: StageCosts) -> tuple[Array, Array, Array]:
 def mix_lines(costs: StageCosts, kind: int) -> list[tuple[Array, Array]]:
     """Lines below the cost of saving memory in layers of one kind, as (slope, offset) per row.
 
-    Points (bytes saved, seconds added) per policy, against the fastest, span a lower convex hull: the
-    maximum over slopes w of ``w x + min_p (added_p - w saved_p)``, where x is the bytes to save per
-    layer and unit in flight. Every slope gives a bound, those between two points give the hull.
+    Points (bytes saved, seconds added) per policy, against the fastest, span a lower convex hull:
+    the maximum over slopes w of ``w x + min_p (added_p - w saved_p)``, where x is the bytes to
+    save per layer and unit in flight. Every slope gives a bound, those between two points give the
+    hull.
     """
     seconds = costs.layer_s[:, kind]
     allowed = np.isfinite(seconds)
@@ -109,7 +114,7 @@ def mix_lines(costs: StageCosts, kind: int) -> list[tuple[Array, Array]]:
     return lines
 
 
-def relaxed_times(table: Stages, counts: Array, main: int) -> Array:
+def relaxed_times(table: Stages, counts: Numbers, main: int) -> Array:
     """Lower bound on the time of stages with `counts` (N, S, Q, K) layers [s], inf: cannot fit.
 
     The mix of the main kind is fractional (`mix_lines`), working bytes are at their least.
@@ -151,7 +156,7 @@ def relaxed_times(table: Stages, counts: Array, main: int) -> Array:
 
 
 def _other_policies(
-    table: Stages, counts: Array, main: int
+    table: Stages, counts: Numbers, main: int
 ) -> list[tuple[Array | float, Array | float, Array | float]]:
     """Seconds, activation bytes and working bytes of the other kinds' layers, per shared policy."""
     costs = table.costs
@@ -178,8 +183,9 @@ def _other_policies(
     return found
 
 
-def exact_times(table: Stages, counts: Array, main: int, most_s: Array) -> Array:
-    """Least time of stages with integer mixes [s], (N, S, Q); inf: none fits or above `most_s` (N,).
+def exact_times(table: Stages, counts: Numbers, main: int, most_s: Array) -> Array:
+    """Least time of stages with integer mixes [s], (N, S, Q); inf: none fits or above `most_s`
+    (N,).
 
     Starts from `relaxed_times`: entries above `most_s` need no integer mix.
     """
@@ -193,7 +199,7 @@ def exact_times(table: Stages, counts: Array, main: int, most_s: Array) -> Array
 
 
 def best_mixes(
-    table: Stages, row: Index, stage: Index, counts: Array, main: int
+    table: Stages, row: Index, stage: Index, counts: Numbers, main: int
 ) -> tuple[Array, Index, Index]:
     """Least time [s] and its mix for E entries: stage `stage` of row `row` with `counts` (E, K).
 
@@ -246,7 +252,7 @@ def best_mixes(
 
 
 def _entry_others(
-    costs: StageCosts, row: Index, counts: Array, others: list[int], p: int, in_flight: Array
+    costs: StageCosts, row: Index, counts: Numbers, others: list[int], p: int, in_flight: Array
 ) -> tuple[Array, Array, Array]:
     seconds, num_bytes, work = (np.zeros(row.size) for _ in range(3))
     for k in others:
@@ -260,7 +266,7 @@ def _entry_others(
 
 
 def _fill(
-    number: Array, room: Array, seconds: Array, num_bytes: Array, allowed: NDArray[np.bool_]
+    number: Numbers, room: Array, seconds: Array, num_bytes: Array, allowed: NDArray[np.bool_]
 ) -> tuple[Array, Index]:
     """Cheapest integer mix of `number` layers within `room` bytes, per entry.
 

@@ -1,13 +1,13 @@
 """The same question answered by trying everything, in plain Python: the oracle of the search.
 
-Shares with the search the costs it is given and nothing else: layouts, splits and recompute mixes come
-from loops over their definitions. Small spaces only.
+Shares with the search the costs it is given and nothing else: layouts, splits and recompute mixes
+come from loops over their definitions. Small spaces only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -113,7 +113,7 @@ def splits(
     """Layers per kind of every rank, for every split in the space of the search."""
     pp, vpp, num_layers = layout.pp, layout.vpp, len(kinds)
     v_shape = head_first and pp > 1
-    changes = sum(a != b for a, b in zip(kinds, kinds[1:], strict=False))
+    changes = sum(a != b for a, b in pairwise(kinds))
     first_run = next((i for i, k in enumerate(kinds) if k != kinds[0]), num_layers)
     equal_only = vpp > 1 and not (changes == 0 or (changes == 1 and first_run <= 8))
     for numbers in compositions(num_layers, pp, vpp):
@@ -162,9 +162,7 @@ def best_stage(
     others = [k for k in range(len(counts)) if k != main]
     best: float | None = None
     for other in range(num_policies):
-        for mix in product(range(counts[main] + 1), repeat=num_policies):
-            if sum(mix) != counts[main]:
-                continue
+        for mix in compositions(counts[main], num_policies, 0):
             used = [(main, p, n) for p, n in enumerate(mix) if n]
             used += [(k, other, counts[k]) for k in others if counts[k]]
             time = float(costs.stage_s[0])

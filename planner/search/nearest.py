@@ -1,8 +1,8 @@
-"""What misses least when nothing fits, and how many GPUs it would take."""
+"""What misses the capacity least when nothing fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from planner.search.bounds import min_bottleneck, row_bound
 from planner.search.candidates import Candidates, expand, rows
 from planner.search.columns import stages
 from planner.search.orders import LayerOrder, patterns
-from planner.search.positions import Positions, PositionColumns, positions
+from planner.search.positions import PositionColumns, Positions, positions
 from planner.search.provider import CostProvider
 
 Index = NDArray[np.int64]
@@ -41,8 +41,8 @@ class Nearest:
 def nearest_row(provider: CostProvider, table: Candidates, order: LayerOrder) -> Nearest | None:
     """The legal layout that misses the capacity least; None where no layout is legal.
 
-    Best-first: cells, then rows, by their memory floors; the least bytes of the fullest rank over all
-    splits by bisection, until the next floor is no lower.
+    Best-first: cells, then rows, by their memory floors; the least bytes of the fullest rank over
+    all splits by bisection, until the next floor is no lower.
     """
     if table.num_cells == 0:
         return None
@@ -103,7 +103,6 @@ def _stage_bytes(
         "head": staged.head[0] * costs.head_bytes[0],
         "embedding activations": staged.first[0] * in_flight[0] * costs.first_act_bytes[0],
     }
-    fixed = np.sum(list(base_terms.values()), axis=0)
 
     def terms(counts: Array) -> dict[str, Array]:
         shape = counts.shape[:-1]
@@ -143,7 +142,6 @@ def _stage_bytes(
         bytes_ = np.where(np.arange(width) > (pattern.hi - pattern.lo)[:, None], np.inf, bytes_)
         value = min_bottleneck(bytes_[None], pattern.lo[None], np.array([pattern.total]))
         result.append((float(value[0]), bytes_, addends))
-    del fixed
     return result
 
 
@@ -179,34 +177,3 @@ def _explain(
         terms_bytes=terms,
         main_term=max(terms, key=lambda name: terms[name]),
     )
-
-
-def least_gpus(
-    make_provider: Callable[[int], CostProvider],
-    *,
-    start: int,
-    step: int,
-    most: int,
-    fits: Callable[[CostProvider], bool],
-) -> int | None:
-    """Least number of GPUs, a multiple of `step`, with which `fits` holds; None up to `most`.
-
-    Gallops upwards by doubling, then halves the interval; since more GPUs need not help (a batch or
-    a head count may not divide), every multiple below what was found is checked too, largest first,
-    unless there are more than 64: then those are checked that have a legal layout of less memory.
-    """
-    number = max(step, -(-start // step) * step)
-    last_failed = number - step
-    while not fits(make_provider(number)):
-        last_failed = number
-        number *= 2
-        if number > most:
-            return None
-    low, high = last_failed, number
-    while high - low > step:
-        middle = low + (high - low) // (2 * step) * step
-        if fits(make_provider(middle)):
-            high = middle
-        else:
-            low = middle
-    return high

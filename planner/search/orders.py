@@ -1,15 +1,15 @@
 """In which ways layers of several kinds can fall on pipeline ranks.
 
-The space of a stage split, everywhere in the search: layers lie in their order on the virtual stages;
-every rank holds at least one layer per chunk; the chunks of a rank are as equal as possible, the longer
-ones later. Then a rank's share is one number, its layers on all chunks together, except for where
-layers of different kinds meet. Three forms of model:
+The space of a stage split, everywhere in the search: layers lie in their order on the virtual
+stages; every rank holds at least one layer per chunk; the chunks of a rank are as equal as
+possible, the longer ones later. Then a rank's share is one number, its layers on all chunks
+together, except for where layers of different kinds meet. Three forms of model:
 
 one     one kind of layer.
-prefix  k layers of one kind, then another kind (first-k-dense mixtures of experts), k <= MAX_PREFIX:
-        a *pattern* says how many of the first k each rank holds; the others are one kind. Any vpp.
-any     any other order. vpp = 1: a stage is a range of positions. vpp > 1: only equal chunks
-        (num_layers divisible by pp * vpp), where every count is determined.
+prefix  k layers of one kind, then another kind (first-k-dense mixtures of experts), k <=
+        MAX_PREFIX: a *pattern* says how many of the first k each rank holds; the others are one
+kind. Any vpp. any     any other order. vpp = 1: a stage is a range of positions. vpp > 1: only
+        equal chunks (num_layers divisible by pp * vpp), where every count is determined.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def chunk_sizes(num_layers: int, vpp: int) -> tuple[int, ...]:
 
 
 def place(virtual_stage: int, pp: int, v_shape: bool) -> tuple[int, int]:
-    """Rank and chunk of a virtual stage; in a V every second chunk runs backwards over the ranks."""
+    """Rank and chunk of a virtual stage; in a V every second chunk runs backwards over the
+    ranks."""
     chunk, position = divmod(virtual_stage, pp)
     return (pp - 1 - position if v_shape and chunk % 2 else position), chunk
 

@@ -22,7 +22,8 @@ _TOO_LONG = -1
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Marks a layout whose stages are ranges of positions; `prefix[i]` counts kinds before layer i."""
+    """Marks a layout whose stages are ranges of positions; `prefix[i]` counts kinds before layer
+    i."""
 
     prefix: Index  # (L + 1, K)
 
@@ -70,7 +71,8 @@ class PositionColumns:
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle + 1, low)
         padded = np.concatenate([values, np.full((rows, 1), np.inf)], axis=1)
-        return padded[lane, high]
+        least_cap: Array = padded[lane, high]
+        return least_cap
 
     def by_end(self) -> tuple[Array, Array, Index]:
         """Times and steps by (row, stage, end, length), (N, S, L+1, W); counts (S, L+1, W, K)."""

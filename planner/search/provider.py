@@ -1,11 +1,11 @@
 """What the search asks of the cost model: legality facts and arrays of costs, nothing else.
 
 The search owns enumeration. A *cell* fixes the coarse axes (`CELL_AXES`; dp follows from them), a
-*row* adds the fine ones: *state* options (zero, shard, offload) and *pipeline* options (schedule, vpp).
-Given a legal cell, a state option is legal or not by the fields `state_key` alone and a pipeline
-option by `pipe_key` alone, so that legal rows of a cell = legal state options x legal pipeline
-options, a closed form. Rows that pass the bounds are checked with `legal` once more, and refused ones
-dropped.
+*row* adds the fine ones: *state* options (zero, shard, offload) and *pipeline* options (schedule,
+vpp). Given a legal cell, a state option is legal or not by the fields `state_key` alone and a
+pipeline option by `pipe_key` alone, so that legal rows of a cell = legal state options x legal
+pipeline options, a closed form. Rows that pass the bounds are checked with `legal` once more, and
+refused ones dropped.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ GAP = 1e-9  # relative; PuLP's HiGHS would stop at 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver says of a minimisation: `status` is ``optimal``, ``feasible`` (stopped early with
-    a solution), ``infeasible`` or ``unknown``; `bound` is below every solution, -inf if not known."""
+    """What a solver says of a minimisation: `status` is ``optimal``, ``feasible`` (stopped early
+    with a solution), ``infeasible`` or ``unknown``; `bound` is below every solution, -inf if not
+    known."""
 
     status: str
     value: float
@@ -61,10 +62,10 @@ def _engine(time_limit_s: float | None) -> tuple[Any, str]:
 
 @lru_cache
 def _has_highs() -> bool:
-    """Whether highspy is there. Its first object prints a banner, past Python, on file descriptor 1:
-    that goes nowhere, since stdout may be a document."""
+    """Whether highspy is there. Its first object prints a banner, past Python, on file descriptor
+    1: that goes nowhere, since stdout may be a document."""
     try:
-        import highspy
+        from highspy import Highs
     except ImportError:
         return False
     try:
@@ -74,7 +75,8 @@ def _has_highs() -> bool:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
-        highspy.Highs()
+        start: Any = Highs
+        start()
     finally:
         os.dup2(kept, 1)
         os.close(nowhere)

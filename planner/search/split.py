@@ -1,8 +1,8 @@
 """The best split of one layout into stages, exactly and without a solver.
 
-At the optimum the slowest stage M and the largest step cost E are values of columns. With caps on both,
-what is left is the smallest sum of stages: a shortest path over "layers placed so far". Caps rise from
-the smallest possible bottleneck until a bound says that no later one can win:
+At the optimum the slowest stage M and the largest step cost E are values of columns. With caps on
+both, what is left is the smallest sum of stages: a shortest path over "layers placed so far". Caps
+rise from the smallest possible bottleneck until a bound says that no later one can win:
 
     for M in column times >= Mmin, for E in column step costs:
         stop if (m - beta) M + beta S_lb + E_lb + C >= best
@@ -58,7 +58,7 @@ class Path:
     steps: Array
     length: int
     slowest: float
-    counts: Array  # (S, X, W, K)
+    counts: Index  # (S, X, W, K)
 
 
 def step_time(table: Stages, times: Array, steps: Array) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.layout import SCHEDULES, Layout
+from planner.layout import RECOMPUTE, SCHEDULES, Layout
 from planner.results import StageCosts
 from planner.search.provider import PIPE_KEY, STATE_KEY, Space
 
@@ -25,7 +25,8 @@ class ToyCosts:
     num_gpus: int = 8
     batch: int = 8
     capacity: float = 40.0
-    policies: tuple[str, ...] = ("none", "selective", "full", "offload")
+    policies: tuple[str, ...] = RECOMPUTE
+    offered: tuple[str, ...] = RECOMPUTE  # the others cost infinite time
     seconds: tuple[float, ...] = (1.0, 2.3, 1.6)
     weights: tuple[float, ...] = (1.0, 3.1, 1.4)
     acts: tuple[float, ...] = (1.0, 1.4, 0.7)
@@ -96,7 +97,7 @@ class ToyCosts:
     def _costs(
         self, rows: Layout, *, beta: Any, static: Any, gather: Any, step: Any, p2p: Any
     ) -> StageCosts:
-        kinds, num_policies = self.num_kinds, 4
+        kinds = self.num_kinds
         size = np.shape(rows.dp)
         seconds = np.array(self.seconds[:kinds])
         tokens = rows.micro_batch / (rows.tp * rows.cp)
@@ -105,8 +106,8 @@ class ToyCosts:
         if kinds > 1:
             per_kind[:, 1] += 0.03 * (rows.ep - 1)
         time = per_kind[:, :, None] * TIME
-        for p, name in enumerate(("none", "selective", "full", "offload")):
-            if name not in self.policies:
+        for p, name in enumerate(self.policies):
+            if name not in self.offered:
                 time[:, :, p] = np.inf
         weights = np.array(self.weights[:kinds]) / rows.tp[:, None]
         if kinds > 1:
