@@ -25,7 +25,7 @@ demo: $(VENV)/.demo
 	$(BIN)/shardwise models llama-3-8b
 	$(BIN)/shardwise hardware dgx-h100
 	$(BIN)/shardwise plan llama-3-8b --cluster dgx-h100 --nodes 1 \
-		--global-batch-size 64 --seq-len 8192 -o plan.json
+		--global-batch-size 64 --seq-len 8192 -o $(VENV)/plan.json
 	$(BIN)/shardwise estimate llama-3-8b --cluster dgx-h100 --nodes 1 \
 		--global-batch-size 64 --seq-len 8192 --layout "tp=2 dp=4 zero=1 recompute=full"
 

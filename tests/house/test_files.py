@@ -61,3 +61,18 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         and (found := MACHINE_PATH.search(path.read_text(encoding="utf-8")))
     ]
     assert named == []
+
+
+def test_the_checks_run_what_the_readme_says() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command in ("python -m pytest -q -n 2", "ruff check .", "ruff format --check .", "mypy"):
+        assert command in readme
+        assert command in steps
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_targets_of_the_makefile_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test", "lint", "bench"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
