@@ -43,8 +43,8 @@ class Found:
     """The answer of a search.
 
     `status` is ``optimal`` (proven to 1e-7 relative), ``feasible`` (stopped by the time limit:
-    nothing is faster than `bound_s`) or ``infeasible`` (`nearest` says what misses least; None where
-    no layout is legal). `near` holds the best layouts within the asked distance, the best first,
+    nothing is faster than `bound_s`) or ``infeasible`` (`nearest` says what misses least; None
+    where no layout is legal). `near` holds the best layouts within the asked distance, best first,
     which is the answer. `gap` is ``1 - bound_s / best.time_s``. `layouts_per_second` is measured:
     rows built, costed and bounded on one core. `milp` reports the mixed integer program.
     """

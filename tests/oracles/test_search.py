@@ -150,7 +150,7 @@ def test_legal_count_has_a_closed_form(toy: Any, problem: dict[str, Any]) -> Non
 
 def test_stages_are_what_their_time_says(toy: Any) -> None:
     """Mixes add up to the layers, fit in memory, and give the step time of the answer."""
-    provider = toy(layer_kinds=(0, 0, 1, 1, 1, 1, 1, 1), num_gpus=4, capacity=16.0)
+    provider = toy(layer_kinds=(0, 0, 1, 1, 1, 1, 1, 1), num_gpus=8, capacity=20.0, acts=(3.0, 4.0))
     found = search(provider, fixed={"pp": 4, "zero": 1, "offload": 0})
     assert found.best is not None
     layout, stages = found.best.layout, found.best.stages
@@ -259,7 +259,7 @@ def test_time_limit_is_told(toy: Any) -> None:
 def test_alternating_layers_use_positions(toy: Any) -> None:
     order = layer_order((0, 1) * 4, 2)
     assert order.form == "any"
-    provider = toy(layer_kinds=(0, 1) * 4, num_gpus=4, capacity=30.0)
+    provider = toy(layer_kinds=(0, 1) * 4, num_gpus=4, capacity=900.0)
     table = candidates(provider)
     run = BestFirst(provider, table, 1, 0.0, None)
     cell, local = expand(table, np.arange(table.num_cells))
