@@ -88,6 +88,7 @@ def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
     def blocks(name: str) -> Any:
         return np.array([[scalar(getattr(t, name)) for t in named.traffic]])
 
+    stretch = 1.0 + setting.runtime.allocator_fraction
     memory = named.memory
     held = [*memory.layer, memory.first, memory.head]
     updates = [*named.step_s, named.first_step_s, named.head_step_s]
@@ -98,12 +99,12 @@ def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
             by_kind("backward_total_s"),
             by_kind("weight_s"),
             by_policy("recompute_s"),
-            by_policy("kept_bytes"),
-            by_policy("working_bytes"),
+            stretch * by_policy("kept_bytes"),
+            stretch * by_policy("working_bytes"),
             edge(first),
             edge(head),
-            np.array([scalar(first.kept_bytes[0])]),
-            np.array([scalar(head.kept_bytes[0])]),
+            np.array([stretch * scalar(first.kept_bytes[0])]),
+            np.array([stretch * scalar(head.kept_bytes[0])]),
         ),
         StateSums(
             *(blocks(name) for name in ("up_s", "again_s", "down_s", "reduce_s", "gather_s")),

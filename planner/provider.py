@@ -191,10 +191,12 @@ class ModelProvider:
         kinds = slice(0, self.num_kinds)
         traffic = state.traffic(kinds)
         backward = layers.backward_s[:, :, None] + layers.extra_s
-        by_policy = Traffic(*[getattr(traffic, f)[:, :, None] for f in TRAFFIC])
         seconds = layers.forward_s[:, :, None] + backward
-        if np.any(traffic.up_s) or np.any(traffic.down_s):
-            seconds = seconds + streaming_s(by_policy, layers.forward_s[:, :, None], backward, s)
+        streams = np.flatnonzero((traffic.up_s + traffic.down_s).any(axis=1))
+        if streams.size:
+            some = Traffic(*[getattr(traffic, f)[streams][:, :, None] for f in TRAFFIC])
+            forward = layers.forward_s[streams][:, :, None]
+            seconds[streams] += streaming_s(some, forward, backward[streams], s)
         step = step_addends(
             traffic, layers.forward_s, layers.backward_s, state.optimizer_s[:, kinds], s
         )
@@ -223,8 +225,8 @@ class ModelProvider:
             layer_s=seconds,
             layer_step_s=total(step),
             layer_static_bytes=static[:, kinds],
-            layer_act_bytes=stretch * layers.kept_bytes,
-            working_bytes=stretch * layers.working_bytes,
+            layer_act_bytes=layers.kept_bytes,
+            working_bytes=layers.working_bytes,
             stage_s=np.where(hidden, 0.0, 2 * np.asarray(rows.vpp) * p2p),
             first_s=layers.first_s + edge_stream[0],
             head_s=layers.head_s + edge_stream[1],
@@ -232,8 +234,8 @@ class ModelProvider:
             head_step_s=total(edge_step[1]),
             fixed_bytes=state.fixed_bytes,
             first_bytes=static[:, -2],
-            head_bytes=static[:, -1] + stretch * (layers.head_kept_bytes + self.logit_bytes(rows)),
-            first_act_bytes=stretch * layers.first_kept_bytes,
+            head_bytes=static[:, -1] + layers.head_kept_bytes + stretch * self.logit_bytes(rows),
+            first_act_bytes=layers.first_kept_bytes,
             constant_s=state.constant_s + np.where(hidden, fill, 0.0),
             capacity_bytes=self.capacity_bytes,
         )
@@ -300,8 +302,8 @@ class ModelProvider:
             layer_s=(layers.forward_s + layers.backward_s)[:, :, None] + layers.extra_s,
             layer_step_s=step[:, kinds],
             layer_static_bytes=static[:, kinds],
-            layer_act_bytes=stretch * layers.kept_bytes,
-            working_bytes=stretch * layers.working_bytes,
+            layer_act_bytes=layers.kept_bytes,
+            working_bytes=layers.working_bytes,
             stage_s=np.zeros(size),
             first_s=layers.first_s,
             head_s=layers.head_s,
@@ -309,8 +311,8 @@ class ModelProvider:
             head_step_s=step[:, -1],
             fixed_bytes=fixed,
             first_bytes=static[:, -2],
-            head_bytes=static[:, -1] + stretch * (layers.head_kept_bytes + self.logit_bytes(cells)),
-            first_act_bytes=stretch * layers.first_kept_bytes,
+            head_bytes=static[:, -1] + layers.head_kept_bytes + stretch * self.logit_bytes(cells),
+            first_act_bytes=layers.first_kept_bytes,
             constant_s=constant,
             capacity_bytes=self.capacity_bytes,
         )

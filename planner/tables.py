@@ -23,6 +23,7 @@ from planner.results import Array
 Index = NDArray[np.int64]
 LAYER_COLUMNS = ("tp", "cp", "cp_kind", "micro_batch", "ep", "etp")
 STATE_COLUMNS = ("tp", "cp", "ep", "etp", "pp", "zero", "shard", "offload")  # dp follows
+CAPPED = ("cp",)  # sharding spans cp x dp; cp alone only adds a communicator
 
 
 class Memo:
@@ -36,6 +37,8 @@ class Memo:
         One more than the largest value of each column.
     compute
         A table of distinct layouts to arrays whose leading axis is that table's.
+    capped
+        Columns of which only "one" or "more" matters.
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class Memo:
         columns: Sequence[str],
         radix: Sequence[int],
         compute: Callable[[Layout], tuple[Array, ...]],
+        capped: Sequence[str] = (),
     ) -> None:
         self.columns, self.radix, self.compute = columns, radix, compute
+        self.capped = capped
         self.keys: Index = np.zeros(0, dtype=np.int64)
         self.order: Index = np.zeros(0, dtype=np.int64)
         self.values: tuple[Array, ...] = ()
@@ -53,7 +58,8 @@ class Memo:
         """Columns as one integer."""
         total: Any = np.int64(0)
         for name, radix in zip(self.columns, self.radix, strict=True):
-            total = total * radix + np.asarray(getattr(table, name), dtype=np.int64)
+            column = np.asarray(getattr(table, name), dtype=np.int64)
+            total = total * radix + (np.minimum(column, 2) if name in self.capped else column)
         return np.atleast_1d(total)
 
     def rows(self, table: Layout) -> Index:
@@ -87,7 +93,10 @@ class Memo:
 
 @dataclass(frozen=True, slots=True)
 class LayerSums:
-    """Per micro-batch: layers (R, K) and by policy (R, K, P); embedding and head (R,)."""
+    """Per micro-batch: layers (R, K) and by policy (R, K, P); embedding and head (R,).
+
+    Bytes are as the allocator reserves them.
+    """
 
     forward_s: Array
     backward_s: Array
@@ -148,12 +157,15 @@ class Tables:
             return 1 + (setting.num_gpus if name == "shard" else max(values[name]))
 
         self.layers = Memo(LAYER_COLUMNS, [radix(n) for n in LAYER_COLUMNS], self.layer_arrays)
-        self.states = Memo(STATE_COLUMNS, [radix(n) for n in STATE_COLUMNS], self.state_arrays)
+        self.states = Memo(
+            STATE_COLUMNS, [radix(n) for n in STATE_COLUMNS], self.state_arrays, CAPPED
+        )
 
     def layer_arrays(self, table: Layout) -> tuple[Array, ...]:
         """Arrays of `LayerSums` for distinct rows."""
         size = len(np.atleast_1d(table.tp))
         model = self.setting.model
+        stretch = 1.0 + self.setting.runtime.allocator_fraction
         layers = [layer_costs(kind, table, self.setting) for kind in model.kinds]
         vocab = rank_parameters(table, self.setting).vocab
         first, head = edge_costs(table, self.setting, vocab)
@@ -170,12 +182,12 @@ class Tables:
             stacked([x.backward_total_s for x in layers], size),
             stacked([x.weight_s for x in layers], size),
             by_policy("recompute_s"),
-            by_policy("kept_bytes"),
-            by_policy("working_bytes"),
+            stretch * by_policy("kept_bytes"),
+            stretch * by_policy("working_bytes"),
             wide(both(first), size),
             wide(both(head), size),
-            wide(first.kept_bytes[0], size),
-            wide(head.kept_bytes[0], size),
+            stretch * wide(first.kept_bytes[0], size),
+            stretch * wide(head.kept_bytes[0], size),
         )
 
     def state_arrays(self, table: Layout) -> tuple[Array, ...]:
