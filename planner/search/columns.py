@@ -80,12 +80,16 @@ def stages(costs: StageCosts, in_flight: Array, head_stage: Index) -> Stages:
 def least(costs: StageCosts) -> tuple[Array, Array, Array]:
     """Per kind, over its allowed policies: least seconds, activation bytes, working bytes, (R,
     K)."""
-    allowed = np.isfinite(costs.layer_s)
-    return (
-        costs.layer_s.min(axis=2),
-        np.where(allowed, costs.layer_act_bytes, np.inf).min(axis=2),
-        np.where(allowed, costs.working_bytes, np.inf).min(axis=2),
-    )
+    seconds = costs.layer_s[:, :, 0]
+    act, working = (np.full(seconds.shape, np.inf) for _ in range(2))
+    # A loop over the few policies: numpy reduces short axes slowly.
+    for p in range(costs.layer_s.shape[2]):
+        own = costs.layer_s[:, :, p]
+        seconds = np.minimum(seconds, own)
+        allowed = np.isfinite(own)
+        act = np.where(allowed, np.minimum(act, costs.layer_act_bytes[:, :, p]), act)
+        working = np.where(allowed, np.minimum(working, costs.working_bytes[:, :, p]), working)
+    return seconds, act, working
 
 
 def mix_lines(costs: StageCosts, kind: int) -> list[tuple[Array, Array]]:
@@ -230,7 +234,8 @@ def best_mixes(
             cap = working[:, w]
             allowed = np.isfinite(seconds) & (working <= cap[:, None])
             # The same cap as an earlier policy's is the same case.
-            repeated = (working[:, :w] == cap[:, None]).any(axis=1)
+            earlier = np.isfinite(seconds[:, :w]) & (working[:, :w] == cap[:, None])
+            repeated = earlier.any(axis=1)
             empty = own == 0
             charged = np.where(empty, other_work, np.maximum(cap, other_work))
             ask = np.isfinite(other_s) & np.isfinite(seconds[:, w]) & ~repeated
