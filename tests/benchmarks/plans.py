@@ -37,9 +37,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of a command: wall time, peak resident memory, exit code."""
+    """One run of a command: wall and processor time, peak resident memory, exit code."""
 
     seconds: float
+    cpu_s: float
     peak_bytes: float
     code: int
 
@@ -91,11 +92,18 @@ def measure(arguments: tuple[str, ...]) -> Measured:
     if code not in (0, 2, 3):
         sys.exit(f"{' '.join(arguments)} exited with {code}:\n{told.decode()}")
     # Linux counts ru_maxrss in KiB, macOS in bytes.
-    return Measured(seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), code)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Measured(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit, code)
 
 
-def report(case: Case, seconds: float, peak_bytes: float) -> bool:
-    """Print one row; whether the case is within its limits."""
+def report(case: Case, runs: list[Measured]) -> bool:
+    """Print the median of the runs; whether the case is within its limits.
+
+    Processor time tells a slow command from a busy machine.
+    """
+    seconds = statistics.median(run.seconds for run in runs)
+    cpu_s = statistics.median(run.cpu_s for run in runs)
+    peak_bytes = max(run.peak_bytes for run in runs)
     share = seconds / case.limit_s
     fits = case.limit_bytes is None or peak_bytes <= case.limit_bytes
     bar = "█" * min(20, round(20 * share))
@@ -105,7 +113,7 @@ def report(case: Case, seconds: float, peak_bytes: float) -> bool:
     verdict = "" if share <= 1 and fits else "  over"
     print(
         f"{case.name:<28} {seconds:6.2f} s of {case.limit_s:4.1f}  {share:5.2f}  {bar:<20}  "
-        f"{memory}{verdict}",
+        f"{cpu_s:5.2f}  {memory}{verdict}",
         flush=True,
     )
     return share <= 1 and fits
@@ -119,8 +127,7 @@ def bench_cases(repeats: int) -> bool:
             print(f"{case.name:<28} exited with {runs[0].code}")
             good = False
             continue
-        median = statistics.median(run.seconds for run in runs)
-        good &= report(case, median, max(run.peak_bytes for run in runs))
+        good &= report(case, runs)
     return good
 
 
@@ -153,11 +160,7 @@ def bench_random(count: int) -> bool:
         else:
             refused += 1
     slowest, arguments = max(answered, key=lambda pair: pair[0].seconds)
-    good = report(
-        Case(f"slowest of {count} drawn", arguments, RANDOM_LIMIT_S),
-        slowest.seconds,
-        max(run.peak_bytes for run, _ in answered),
-    )
+    good = report(Case(f"slowest of {count} drawn", arguments, RANDOM_LIMIT_S), [slowest])
     unfit = sum(run.code == DOES_NOT_FIT for run, _ in answered)
     median = statistics.median(run.seconds for run, _ in answered)
     print(f"  median {median:.2f} s; {unfit} do not fit; {refused} more were refused")
@@ -171,7 +174,7 @@ if __name__ == "__main__":
     parser.add_argument("--random-cases", type=int, default=RANDOM_CASES)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    print(f"{'case':<28} {'median':>6}     limit  ratio  {'':<20}  peak memory")
+    print(f"{'case':<28} {'median':>6}     limit  ratio  {'':<20}  cpu s  peak memory")
     results = [bench_cases(options.repeats)]
     if options.random_cases:
         results.append(bench_random(options.random_cases))
