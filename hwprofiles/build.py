@@ -143,6 +143,9 @@ def build_cluster(
         in_switch_reduction=bool(facts["in_switch_reduction"].value),
         levels=levels,
         host_memory_bytes=facts["host_memory"].value,
+        host_memory_bytes_per_s=(
+            facts["host_memory_bandwidth"].value if "host_memory_bandwidth" in facts else 0.0
+        ),
         nvme_bytes=facts["nvme"].value,
         nvme_read_bytes_per_s=facts["nvme_read_bandwidth"].value,
         nvme_write_bytes_per_s=facts["nvme_write_bandwidth"].value,

@@ -44,6 +44,7 @@ CLUSTER_FACTS: Spec = {
     "pair_bandwidth": ("bytes/s", True, False),
     "in_switch_reduction": ("flag", True, True),
     "host_memory": ("bytes", True, False),
+    "host_memory_bandwidth": ("bytes/s", False, False),
     "nvme": ("bytes", True, True),
     "nvme_read_bandwidth": ("bytes/s", True, True),
     "nvme_write_bandwidth": ("bytes/s", True, True),

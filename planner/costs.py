@@ -181,7 +181,7 @@ def optimizer_s(params: Any, trained: Any, layout: Layout, groups: Groups, setti
             size.master + size.moments + (size.weight if size.master == 0 else 0.0),
             size.grad,
             size.weight,
-            device.host_link_bytes_per_s,
+            offload.HOST_LINK_FRACTION * device.host_link_bytes_per_s,
             setting.cluster.host_memory_bytes_per_s / local,
             cluster.nvme_read_bytes_per_s / local,
             cluster.nvme_write_bytes_per_s / local,

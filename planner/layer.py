@@ -409,7 +409,7 @@ def layer_costs(kind: LayerSpec, layout: Layout, setting: Setting) -> LayerCosts
     costs = merged(part.gathered(inverse), moe_part(kind, layout, setting, frozen))
     compute = costs.forward_total_s
     add_host(costs, kind, layout, setting)
-    link = setting.cluster.device.host_link_bytes_per_s
+    link = offload.HOST_LINK_FRACTION * setting.cluster.device.host_link_bytes_per_s
     whole = costs.kept_bytes[0]
     backward = costs.backward_total_s
     costs.recompute_s[3] = offload.activation_exposed_s(

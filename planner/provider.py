@@ -29,6 +29,7 @@ from planner.search.provider import PIPE_KEY, STATE_KEY, Space
 from planner.space import allowed_values
 from planner.tables import LayerSums, StateSums, Tables, stacked, wide
 
+OFFLOADED = RECOMPUTE.index("offload")
 TRAFFIC = ("up_s", "again_s", "down_s", "reduce_s", "gather_s")
 CELL_RULES = (
     "degrees",
@@ -197,6 +198,7 @@ class ModelProvider:
             some = Traffic(*[getattr(traffic, f)[streams][:, :, None] for f in TRAFFIC])
             forward = layers.forward_s[streams][:, :, None]
             seconds[streams] += streaming_s(some, forward, backward[streams], s)
+        self.forbid_offload(rows, seconds, layers)
         step = step_addends(
             traffic, layers.forward_s, layers.backward_s, state.optimizer_s[:, kinds], s
         )
@@ -239,6 +241,19 @@ class ModelProvider:
             constant_s=state.constant_s + np.where(hidden, fill, 0.0),
             capacity_bytes=self.capacity_bytes,
         )
+
+    def forbid_offload(self, rows: Layout, seconds: Array, layers: LayerSums) -> None:
+        """Rule out activation offload where host memory cannot hold every layer of every rank.
+
+        b = in flight on rank 0 * ceil(layers / pp) * bytes of the largest kind * GPUs of the node.
+        """
+        if OFFLOADED not in self.policy_codes:
+            return
+        s, j = self.setting, self.policy_codes.index(OFFLOADED)
+        kept = layers.working_bytes[:, :, j].max(axis=1) / 2  # two layers are in use
+        each = -(-s.model.num_hidden_layers // np.asarray(rows.pp))
+        needed = self.in_flight(rows, 0) * each * kept * min(s.cluster.gpus_per_node, s.num_gpus)
+        seconds[needed > s.cluster.host_memory_bytes, :, j] = np.inf
 
     @property
     def capacity_bytes(self) -> float:
