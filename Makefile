@@ -8,9 +8,16 @@ BIN := $(VENV)/bin
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# A stamp says which extras are in, so that a second call installs nothing.
-$(VENV)/.demo: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet -e .
+SOURCES := $(shell find hwprofiles planner reports executor shardwise.py -type f \
+	-not -path '*/__pycache__/*' 2>/dev/null)
+
+# A stamp says what is installed, so that a second call installs nothing. The demo installs the
+# package itself and not a link to it: pip then compiles it, and commands start faster. A build
+# folder left from before would bring back files that are gone.
+$(VENV)/.demo: $(BIN)/python pyproject.toml $(SOURCES)
+	rm -rf build
+	$(BIN)/python -m pip install --quiet .
+	rm -rf build
 	touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml
