@@ -27,9 +27,10 @@ from planner.results import Array, StageCosts
 from planner.schedules import bubble_beta, in_flight
 from planner.search.provider import PIPE_KEY, STATE_KEY, Space
 from planner.space import allowed_values
-from planner.tables import LayerSums, StateSums, Tables, stacked, wide
+from planner.tables import LayerSums, Memo, StateSums, Tables, stacked, wide
 
 OFFLOADED = RECOMPUTE.index("offload")
+LEAST_COLUMNS = ("tp", "cp", "ep", "etp", "pp")
 TRAFFIC = ("up_s", "again_s", "down_s", "reduce_s", "gather_s")
 CELL_RULES = (
     "degrees",
@@ -83,6 +84,7 @@ class ModelProvider:
         )
         self._space: Space | None = None
         self._tables: Tables | None = None
+        self._least: Memo | None = None
 
     @property
     def num_kinds(self) -> int:
@@ -302,13 +304,19 @@ class ModelProvider:
         forward, rest = layers.forward_s[:, k], layers.backward_s[:, k] - weight
         beta = np.ones(size)
         for schedule in values["schedule"]:
-            for vpp in values["vpp"] if SCHEDULES[schedule] == "interleaved" else (1, 2):
-                beta = np.minimum(
-                    beta,
-                    bubble_beta(
-                        schedule, vpp, forward, rest, weight, pp=cells.pp, num_microbatches=m
-                    ),
-                )
+            # More chunks never leave more of the bubble; other schedules do not read vpp.
+            beta = np.minimum(
+                beta,
+                bubble_beta(
+                    schedule,
+                    max(values["vpp"]),
+                    forward,
+                    rest,
+                    weight,
+                    pp=cells.pp,
+                    num_microbatches=m,
+                ),
+            )
         stretch = 1.0 + s.runtime.allocator_fraction
         kinds = slice(0, self.num_kinds)
         costs = StageCosts(
@@ -338,23 +346,35 @@ class ModelProvider:
 
         Each term on its own, over ZeRO stages fully sharded, without offload and with the furthest.
         """
+        index = self.least.rows(cells)
+        static, fixed, step, constant = (value[index] for value in self.least.values)
+        return static, fixed, step, constant
+
+    @property
+    def least(self) -> Memo:
+        """Least sums by the coarse axes that they depend on."""
+        if self._least is None:
+            values = self.space().values
+            radix = [1 + max(values[name]) for name in LEAST_COLUMNS]
+            self._least = Memo(LEAST_COLUMNS, radix, self.least_arrays, ("cp",))
+        return self._least
+
+    def least_arrays(self, cells: Layout) -> tuple[Array, ...]:
+        """`least_state` of distinct cells."""
         values = self.space().values
-        first, inverse = unique_rows(cells.tp, cells.cp, cells.ep, cells.etp, cells.pp)
-        small = cells.take(first)
-        whole = np.asarray(small.dp) * small.cp
+        whole = np.asarray(cells.dp) * cells.cp
         best: list[Array] = []
         for zero in values["zero"]:
             for code in sorted({min(values["offload"]), max(values["offload"])}):
                 sums = self.least_one(
-                    small.with_(
+                    cells.with_(
                         zero=np.full_like(whole, zero),
                         shard=whole if zero else np.ones_like(whole),
                         offload=np.full_like(whole, code),
                     )
                 )
                 best = [np.minimum(a, b) for a, b in zip(best, sums, strict=True)] if best else sums
-        static, fixed, step, constant = (value[inverse] for value in best)
-        return static, fixed, step, constant
+        return tuple(best)
 
     def least_one(self, table: Layout) -> list[Array]:
         """Static and fixed bytes, optimizer and constant seconds of one sharding; no traffic."""
