@@ -13,6 +13,7 @@ needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -350,6 +351,7 @@ def _fill_tight(
     mix[index] = out
 
 
+@lru_cache(maxsize=512)
 def _grid(most: int, dimensions: int) -> Index:
     """All count vectors of `dimensions` entries with sum at most `most`."""
     if dimensions == 0:

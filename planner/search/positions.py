@@ -91,6 +91,8 @@ class PositionColumns:
 
     def min_sum(self) -> Array:
         """Smallest sum of stages, (N,): a shortest path over positions."""
+        if self.times.shape[2] == 0:  # no range is short enough
+            return np.full(self.times.shape[0], np.inf)
         times, _, _ = self.by_end()
         rows, num_stages, ends, width = times.shape
         best = np.full((rows, ends), np.inf)
@@ -112,7 +114,9 @@ def position_columns(
     longest = min(length - num_stages + 1, _longest(table, found, most_s))
     sizes = np.arange(longest + 1)
     start = np.arange(length + 1)[:, None]
-    inside = (start + sizes <= length) & (sizes > 0)
+    # What the other stages cannot take is left to each.
+    shortest = max(1, length - (num_stages - 1) * longest)
+    inside = (start + sizes <= length) & (sizes >= shortest)
     counts = found.prefix[np.minimum(start + sizes, length)] - found.prefix[start]
     vectors, index = np.unique(counts[inside], axis=0, return_inverse=True)
     vector = np.full(inside.shape, _TOO_LONG, dtype=np.int64)

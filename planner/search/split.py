@@ -13,9 +13,9 @@ rise from the smallest possible bottleneck until a bound says that no later one 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from planner.layout import RECOMPUTE, StageLayout
@@ -102,36 +102,79 @@ def paths(
 ) -> list[Path]:
     """The split problems of one layout, with the columns that a split below `limit_s` may use."""
     most_s = largest_stage(table.costs, bound, np.array([limit_s]))
+    result = []
+    for relaxed in _relaxed_paths(table, found, order, most_s):
+        # Fractional mixes say which columns are worth an integer mix.
+        path = _trim(table, relaxed, bound, limit_s)
+        if path is not None:
+            path = _trim(table, _exact(table, path, order), bound, limit_s)
+        if path is not None:
+            path = _raise_bottleneck(path)
+        if path is not None:
+            result.append(path)
+    return sorted(result, key=lambda path: path.slowest)
+
+
+def _relaxed_paths(
+    table: Stages, found: tuple[Pattern, ...] | Positions, order: LayerOrder, most_s: Array
+) -> list[Path]:
     if isinstance(found, Positions):
-        columns = position_columns(table, found, order, most_s, "integer")
+        columns = position_columns(table, found, order, most_s, "fractional")
         slowest = columns.min_bottleneck()
-        times, steps, counts = columns.by_end()
         if not np.isfinite(slowest[0]):
             return []
-        whole = Path(times[0], steps[0], order.num_layers, float(slowest[0]), counts)
-        return [p for p in [_trim(table, whole, bound, limit_s)] if p is not None]
+        times, steps, by_end = columns.by_end()
+        return [Path(times[0], steps[0], order.num_layers, float(slowest[0]), by_end)]
     part: Window = window(table, found, most_s, order.main)
     if part.row.size == 0:
         return []
-    all_times, all_steps, counts = stage_columns(table, found, part, order.main, most_s, "integer")
+    times, steps, counts = stage_columns(table, found, part, order.main, most_s, "fractional")
     totals = np.array([found[p].total for p in part.pattern])
-    bottleneck = min_bottleneck(all_times, part.lo, totals)
+    bottleneck = min_bottleneck(times, part.lo, totals)
     result = []
-    for i in np.argsort(bottleneck, kind="stable"):
-        if not np.isfinite(bottleneck[i]):
-            break
+    for i in np.flatnonzero(np.isfinite(bottleneck)):
         width = int((part.hi[i] - part.lo[i]).max()) + 1
-        path = Path(
-            all_times[i, :, None, :width],
-            all_steps[i, :, None, :width],
-            int(totals[i] - part.lo[i].sum()),
-            float(bottleneck[i]),
-            counts[i, :, None, :width],
+        result.append(
+            Path(
+                times[i, :, None, :width],
+                steps[i, :, None, :width],
+                int(totals[i] - part.lo[i].sum()),
+                float(bottleneck[i]),
+                counts[i, :, None, :width],
+            )
         )
-        trimmed = _trim(table, path, bound, limit_s)
-        if trimmed is not None:
-            result.append(trimmed)
     return result
+
+
+def _exact(table: Stages, path: Path, order: LayerOrder) -> Path:
+    """The same columns with integer mixes."""
+    at = np.nonzero(np.isfinite(path.times))
+    entries = np.concatenate([at[0][:, None], path.counts[at]], axis=1)
+    distinct, index = np.unique(entries, axis=0, return_inverse=True)
+    value, _, _ = best_mixes(
+        table,
+        np.zeros(len(distinct), dtype=np.int64),
+        distinct[:, 0],
+        distinct[:, 1:],
+        order.main,
+    )
+    times = np.full(path.times.shape, np.inf)
+    times[at] = value[index.reshape(-1)]
+    return replace(path, times=times)
+
+
+def _raise_bottleneck(path: Path) -> Path | None:
+    """The smallest cap on times under which a split exists, by bisection; None: no split."""
+    caps = np.unique(path.times[np.isfinite(path.times)])
+    # The relaxed bottleneck bounds it from below, up to rounding.
+    low, high = int(np.searchsorted(caps, path.slowest * (1 - MARGIN))), caps.size
+    while low < high:
+        middle = (low + high) // 2
+        if _shortest(path, float(caps[middle]), np.inf) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return None if low == caps.size else replace(path, slowest=float(caps[low]))
 
 
 def _trim(table: Stages, path: Path, bound: RowBound, limit_s: float) -> Path | None:
@@ -147,9 +190,9 @@ def _trim(table: Stages, path: Path, bound: RowBound, limit_s: float) -> Path | 
     # before[s]: least sum with x placed by stages 0 .. s - 1, padded on the left.
     before = np.full((num_stages + 1, width - 1 + size), np.inf)
     before[0, width - 1] = 0.0
-    reach = [sliding_window_view(row, width)[:, ::-1] for row in before]
+    source = _sources(size, width)
     for s in range(num_stages):
-        before[s + 1, width - 1 :] = (reach[s] + path.times[s]).min(axis=1)
+        before[s + 1, width - 1 :] = (before[s][source] + path.times[s]).min(axis=1)
     # after[s]: least sum of stages s .. from x placed on, padded on the right.
     after = np.full((num_stages + 1, size + width - 1), np.inf)
     after[-1, size - 1] = 0.0
@@ -159,9 +202,7 @@ def _trim(table: Stages, path: Path, bound: RowBound, limit_s: float) -> Path | 
     for s in range(num_stages - 1, -1, -1):
         times = path.times[s] if ends == 1 else path.times[s][end, length]
         after[s, :size] = (after[s + 1][lane] + times).min(axis=1)
-    through = np.stack(
-        [reach[s] + path.times[s] + after[s + 1, :size, None] for s in range(num_stages)]
-    )
+    through = before[:-1, source] + path.times + after[1:, :size, None]
     if ends == 1:
         through = through.min(axis=1, keepdims=True)
     keep = np.isfinite(through)
@@ -228,6 +269,12 @@ def _solve(table: Stages, path: Path, bound: RowBound, limit_s: float) -> Split 
     return best
 
 
+@lru_cache(maxsize=64)
+def _sources(size: int, width: int) -> Index:
+    """Where x - j lies in a row of sums that is padded by width - 1 on the left, (size, width)."""
+    return width - 1 + np.arange(size)[:, None] - np.arange(width)
+
+
 def _shortest(path: Path, cap: float, step_cap: float) -> Chosen | None:
     """Columns (s, x, j) of the smallest sum under both caps."""
     num_stages, ends, width = path.times.shape
@@ -237,10 +284,11 @@ def _shortest(path: Path, cap: float, step_cap: float) -> Chosen | None:
     back = np.zeros((num_stages, path.length + 1), dtype=np.int64)
     padded = np.full(path.length + width, np.inf)
     lane = np.arange(path.length + 1)
+    source = _sources(path.length + 1, width)
     for s in range(num_stages):
         padded[width - 1 :] = best
         # reach[x, j]: least sum with x - j placed before this stage.
-        reach = sliding_window_view(padded, width)[:, ::-1] + times[s]
+        reach = padded[source] + times[s]
         back[s] = reach.argmin(axis=1)
         best = reach[lane, back[s]]
     if not np.isfinite(best[path.length]):
