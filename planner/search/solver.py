@@ -14,6 +14,8 @@ from typing import Any
 
 import pulp
 
+from planner.errors import ShardwiseError
+
 GAP = 1e-9  # relative; PuLP's HiGHS would stop at 1e-4
 
 
@@ -57,7 +59,16 @@ def _engine(time_limit_s: float | None) -> tuple[Any, str]:
     if _has_highs():
         # HiGHS keeps the thread count of its first solve in a process: always one.
         return pulp.HiGHS(msg=False, threads=1, gapRel=GAP, timeLimit=time_limit_s), "HiGHS"
-    return pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=GAP, timeLimit=time_limit_s), "CBC"
+    # PuLP 3 ships a CBC program, later ones take that of the system or of the extra pulp[cbc].
+    shipped = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)
+    program = pulp.COIN_CMD(path=shipped, msg=False, threads=1, gapRel=GAP, timeLimit=time_limit_s)
+    if not program.available():
+        raise ShardwiseError(
+            "no solver is installed: the search confirms its answer with HiGHS or CBC; "
+            "pip install highspy",
+            legal={"solver": ["HiGHS", "CBC"]},
+        )
+    return program, "CBC"
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from planner.errors import LayoutError
 from planner.layout import RECOMPUTE, Layout
+from planner.search import ilp, solver
 from planner.search.best_first import BestFirst
 from planner.search.bounds import split_bound
 from planner.search.candidates import candidates, expand, rows
@@ -274,3 +276,31 @@ def test_alternating_layers_use_positions(toy: Any) -> None:
         assert len(group.splits) == (8 % (num_stages * vpp) == 0)
         value = split_bound(group.table, group.splits, order, group.bound, np.inf, "fractional")
         assert np.isfinite(value).any() == (8 % (num_stages * vpp) == 0)
+
+
+def test_other_solver_agrees(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HiGHS is missing CBC runs, and finds the same."""
+    arguments = {"layer_kinds": (0,) + (1,) * 7, "num_gpus": 8, "capacity": 14.0}
+    want = search(toy(**arguments))
+    assert want.milp["solver"] == "HiGHS"
+    monkeypatch.setattr(solver, "_has_highs", lambda: False)
+    found = search(toy(**arguments))
+    assert found.milp["solver"] == "CBC"
+    assert found.milp["agrees"]
+    assert found.near == want.near
+
+
+def test_solver_that_stops_early_is_not_called_a_proof(
+    toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worse bound is told: a solver's gap is not hidden by the exact split's proof."""
+
+    def stopped(program: Any, **more: Any) -> solver.Solution:
+        return replace(solver.solve(program, **more), status="feasible", bound=0.9)
+
+    monkeypatch.setattr(ilp, "solve", stopped)
+    found = search(toy(layer_kinds=(0,) * 6, num_gpus=4))
+    assert found.best is not None
+    assert found.status == "feasible"
+    assert found.gap == pytest.approx(0.1, abs=1e-5)
+    assert found.bound_s == pytest.approx(0.9 * found.best.time_s, rel=1e-5)
