@@ -143,6 +143,9 @@ def build_cluster(
         in_switch_reduction=bool(facts["in_switch_reduction"].value),
         levels=levels,
         host_memory_bytes=facts["host_memory"].value,
+        gpus_per_host_link=(
+            facts["gpus_per_host_link"].value if "gpus_per_host_link" in facts else 1.0
+        ),
         host_memory_bytes_per_s=(
             facts["host_memory_bandwidth"].value if "host_memory_bandwidth" in facts else 0.0
         ),

@@ -45,6 +45,7 @@ CLUSTER_FACTS: Spec = {
     "in_switch_reduction": ("flag", True, True),
     "host_memory": ("bytes", True, False),
     "host_memory_bandwidth": ("bytes/s", False, False),
+    "gpus_per_host_link": ("ratio", False, False),
     "nvme": ("bytes", True, True),
     "nvme_read_bandwidth": ("bytes/s", True, True),
     "nvme_write_bandwidth": ("bytes/s", True, True),

@@ -173,6 +173,7 @@ class Cluster:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     description: str = ""
     digest: str = ""
+    gpus_per_host_link: float = 1.0  # GPUs that share one uplink to the host
     host_memory_bytes_per_s: float = 0.0  # per node, achieved; 0: not stated, no optimizer offload
 
     @property

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hwprofiles.profile import Cluster
-from planner.errors import DoesNotFit, LayoutError
 from planner.estimate import (
     COMMUNICATION,
     FITS_FRACTION,
-    Row,
     cost_row,
     estimate_stages,
     even_counts,
-    schedule_durations,
     stage_layouts,
 )
-from planner.explain import memory_warnings, unverified_facts, why_not_row
+from planner.explain import memory_warnings, unverified_facts
 from planner.forms import layout_document
-from planner.layer import Setting
-from planner.layout import RECOMPUTE, SCHEDULES, Layout, StageLayout
-from planner.layout_text import format_layout, parse_request
+from planner.infeasible import nothing_fits
+from planner.layout import RECOMPUTE, Layout, StageLayout
+from planner.layout_text import parse_request
 from planner.legality import check, check_fixed
 from planner.plan import Certificate, Plan, make_plan
 from planner.problem import make_setting
 from planner.provider import ModelProvider
-from planner.results import Estimate, Timeline
+from planner.results import Estimate
 from planner.search.found import Found, Solved
-from planner.search.search import LeastGpus, best_with, least_gpus, search
+from planner.search.search import search
+from planner.setting import Setting
 from planner.specs import ModelSpec
+from planner.timeline import simulated, timeline_of
+from planner.why_not import why_not_rows
 from planner.words import gib
 
 Progress = Callable[[float, str], None]
 NEAR = 0.005  # how much slower than the best an alternative may be
-WHY_NOT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "zero")
 
 
 class Answer(dict[str, Any]):
@@ -86,8 +84,9 @@ def plan(
     )
     fixed, bounded = dict(fix or {}), dict(max_degree or {})
     if fixed:
-        check_fixed(fixed, setting.model, setting.train, setting.cluster, setting.num_gpus,
-                    setting.runtime)
+        check_fixed(
+            fixed, setting.model, setting.train, setting.cluster, setting.num_gpus, setting.runtime
+        )
     provider = ModelProvider(setting, fixed, bounded)
     report = None
     if progress is not None:
@@ -168,8 +167,15 @@ def estimate(
     if isinstance(layout, str):
         wanted = parse_request(layout, setting.num_gpus)
         layout, counts = wanted.layout, wanted.stage_layers
-    warnings = check(layout, setting.model, setting.train, setting.cluster, setting.num_gpus,
-                     setting.runtime, counts)
+    warnings = check(
+        layout,
+        setting.model,
+        setting.train,
+        setting.cluster,
+        setting.num_gpus,
+        setting.runtime,
+        counts,
+    )
     per_rank = rank_counts(layout, counts, setting)
     stages = stage_layouts(layout, setting, per_rank, layout.recompute)
     result = estimate_stages(layout, stages, setting)
@@ -225,8 +231,7 @@ def document(
     exposed = sum(result.breakdown_s.get(name, 0.0) for name in COMMUNICATION)
     names = kind_names(setting.model)
     return {
-        "layout": layout_document(layout)
-        | {"num_microbatches": result.detail["num_microbatches"]},
+        "layout": layout_document(layout) | {"num_microbatches": result.detail["num_microbatches"]},
         "prediction": {
             "step_time_s": result.step_time_s,
             "lower_s": result.lower_s,
@@ -285,57 +290,25 @@ def alternative(solved: Solved, best_s: float, setting: Setting) -> dict[str, An
     }
 
 
-def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[dict[str, Any]]:
-    """For each degree, the best layout with its next lower and next higher value."""
-    rows = []
-    values = provider.space().values
-    for degree in WHY_NOT:
-        chosen = int(getattr(best.layout, degree))
-        choices = sorted(set(values.get(degree, ())))
-        if degree == "dp":
-            choices = [d for d in range(1, provider.setting.num_gpus + 1)
-                       if provider.setting.num_gpus % d == 0]
-        lower = [(v, "lower") for v in choices if v < chosen][-1:]
-        higher = [(v, "higher") for v in choices if v > chosen][:1]
-        if degree in provider.fixed:
-            continue
-        for value, direction in (*lower, *higher):
-            rows.append(why_not_one(provider, best, own, degree, value, direction))
-    return rows
-
-
-def why_not_one(
-    provider: ModelProvider, best: Solved, own: Estimate, degree: str, value: int, direction: str
-) -> dict[str, Any]:
-    """The best layout with one degree at another value, and the largest term of the difference."""
-    found = best_with(provider, {degree: value})
-    if found.best is not None:
-        other = estimate_stages(found.best.layout, found.best.stages, provider.setting, bounds=False)
-        return why_not_row(degree, value, direction, own, found.best.layout, other)
-    if found.counts.legal == 0:
-        reason = f"no legal layout has {degree}={value} here"
-    else:
-        reason = f"no layout with {degree}={value} fits in memory"
-        if found.nearest is not None:
-            missing, term = found.nearest.missing_bytes, found.nearest.main_term
-            reason += f": {gib(missing)} are missing, most of them for {term}"
-    return why_not_row(degree, value, direction, own, None, None, reason)
-
-
 def warnings_of(
     layout: Layout, result: Estimate, setting: Setting, *, checked: bool = False
 ) -> list[str]:
     """What a person should know of this layout and of the facts under its prediction."""
     found: list[str] = []
     if not checked:
-        found += check(layout, setting.model, setting.train, setting.cluster, setting.num_gpus,
-                       setting.runtime)
+        found += check(
+            layout, setting.model, setting.train, setting.cluster, setting.num_gpus, setting.runtime
+        )
     found += memory_warnings(result, setting.cluster.host_memory_bytes)
     device = setting.cluster.device
-    curves = [(f"{p} matrix products", c.kind) for p, c in device.gemm.items()
-              if p == setting.train.precision]
-    curves += [(f"{k} attention", c.kind) for k, c in device.attention.items()
-               if k == setting.kernel]
+    curves = [
+        (f"{p} matrix products", c.kind)
+        for p, c in device.gemm.items()
+        if p == setting.train.precision
+    ]
+    curves += [
+        (f"{k} attention", c.kind) for k, c in device.attention.items() if k == setting.kernel
+    ]
     curves += [(f"{op} inside the node", c.kind) for op, c in setting.cluster.curves.items()]
     facts = {f"{device.name} {k}": v for k, v in device.facts.items()}
     facts |= {f"{setting.cluster.name} {k}": v for k, v in setting.cluster.facts.items()}
@@ -371,91 +344,9 @@ def verdict(result: Estimate) -> dict[str, Any]:
         word, text = "borderline", f"Borderline: {margin} are left on the fullest stage."
     else:
         word, text = "fits", f"Fits: {margin} are left on the fullest stage."
-    return {"verdict": word, "fits": peak <= capacity, "text": text, "margin_bytes": capacity - peak}
-
-
-def timeline_of(row: Row, stages: tuple[StageLayout, ...]) -> Timeline:
-    """Simulate the pipeline schedule of a layout."""
-    from planner.schedules import build_schedule
-    from planner.simulate import simulate
-
-    layout = row.layout
-    actions = build_schedule(
-        SCHEDULES[layout.schedule], layout.pp, layout.vpp, int(row.num_microbatches)
-    )
-    forward, backward, weight = schedule_durations(row, stages)
-    send, _ = row.provider.send_s(row.provider.table(layout))
-    hidden = layout.schedule in row.provider.overlapping
-    return simulate(actions, forward, backward, weight, float(send[0]), p2p_exposed=not hidden)
-
-
-def simulated(timeline: Timeline) -> dict[str, Any]:
-    """What the simulator says of the pipeline part of a step."""
     return {
-        "pipeline_s": timeline.total_s,
-        "bubble_fraction": timeline.bubble_fraction,
-        "peak_in_flight": list(timeline.peak_in_flight),
+        "verdict": word,
+        "fits": peak <= capacity,
+        "text": text,
+        "margin_bytes": capacity - peak,
     }
-
-
-def nothing_fits(
-    found: Found, setting: Setting, fixed: Mapping[str, int], bounded: Mapping[str, int]
-) -> Exception:
-    """The error for a job that has no layout: illegal, or too large for its memory."""
-    if found.counts.legal == 0:
-        held = ", ".join(f"{k}={v}" for k, v in fixed.items())
-        return LayoutError(
-            f"no legal layout of {setting.model.name} on {setting.num_gpus} GPUs of "
-            f"{setting.cluster.name} with global batch {setting.train.global_batch_size} under the "
-            f"{setting.runtime.name} runtime{' with ' + held if held else ''}",
-            values={"gpus": setting.num_gpus, **fixed},
-        )
-    near = found.nearest
-    least = least_gpus_of(setting, fixed, bounded)
-    enough = (
-        f"the least number of GPUs of {setting.cluster.name} on which it fits is {least.num_gpus}"
-        if least.num_gpus
-        else f"no number of GPUs of {setting.cluster.name} up to {MOST_GPUS:,} is enough"
-    )
-    values: dict[str, Any] = {"gpus": setting.num_gpus, "capacity_bytes": provider_capacity(setting)}
-    detail = ""
-    if near is not None:
-        values |= {
-            "layout": layout_document(near.layout),
-            "missing_bytes": near.missing_bytes,
-            "needed_bytes": near.needed_bytes,
-            "largest_term": near.main_term,
-            "terms_bytes": dict(near.terms_bytes),
-        }
-        detail = (
-            f"; the nearest is {format_layout(near.layout)}, whose stage {near.stage} misses "
-            f"{gib(near.missing_bytes)} of {gib(provider_capacity(setting))}, its largest term being "
-            f"{near.main_term} with {gib(near.terms_bytes[near.main_term])}"
-        )
-    return DoesNotFit(
-        f"{setting.model.name} does not fit on {setting.num_gpus} GPUs of {setting.cluster.name} "
-        f"under the {setting.runtime.name} runtime{detail}; {enough}",
-        values=values,
-        legal={"gpus": [least.num_gpus] if least.num_gpus else []},
-    )
-
-
-MOST_GPUS = 65_536
-
-
-def provider_capacity(setting: Setting) -> float:
-    return ModelProvider(setting).capacity_bytes
-
-
-def least_gpus_of(
-    setting: Setting, fixed: Mapping[str, int], bounded: Mapping[str, int]
-) -> LeastGpus:
-    """The least number of GPUs on which some layout fits, found by searching."""
-
-    def provider(num_gpus: int) -> ModelProvider:
-        return ModelProvider(replace(setting, num_gpus=num_gpus), fixed, bounded)
-
-    most = MOST_GPUS
-    if setting.cluster.max_nodes is not None:
-        most = min(most, setting.cluster.max_nodes * setting.cluster.gpus_per_node)
-    return least_gpus(provider, step=setting.cluster.gpus_per_node, most=most)

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from planner.collectives import collective_s
-from planner.layer import LayerCosts, Setting, edge_costs, layer_costs
+from planner.edges import edge_costs
+from planner.layer import LayerCosts, layer_costs
 from planner.layout import Layout
 from planner.memory import MemoryItems, RankParameters, element_sizes, memory_items, rank_parameters
 from planner.parallel import data_parallel, offload
 from planner.parallel.data_parallel import Groups
 from planner.results import CommOp
+from planner.setting import Setting
 
 HIDING_SHARE = 0.9  # of the last backward, during which gradient buckets become ready
 
@@ -181,13 +183,14 @@ def optimizer_s(params: Any, trained: Any, layout: Layout, groups: Groups, setti
             size.master + size.moments + (size.weight if size.master == 0 else 0.0),
             size.grad,
             size.weight,
-            offload.HOST_LINK_FRACTION * device.host_link_bytes_per_s,
+            setting.host_link_bytes_per_s,
             setting.cluster.host_memory_bytes_per_s / local,
             cluster.nvme_read_bytes_per_s / local,
             cluster.nvme_write_bytes_per_s / local,
             offload.is_one_of(layout.offload, offload.NVME),
         )
-        result = np.where(np.asarray(layout.offload) > 0, host, result)
+        full = trained * runtime.step_bytes_full / rate
+        result = np.where(np.asarray(layout.offload) > 0, full + host, result)
     return result
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from planner.costs import RowCosts, row_costs
-from planner.layer import LayerCosts, Setting
+from planner.layer import LayerCosts
 from planner.layout import RECOMPUTE, SCHEDULES, Layout, StageLayout
 from planner.model_flops import model_flops_per_token
 from planner.parallel import data_parallel, pipeline_parallel
 from planner.provider import ModelProvider, total
 from planner.results import CommOp, Estimate, StageCosts
+from planner.setting import Setting
 from planner.stages import layers_of_chunks, virtual_stage
 from planner.tables import LayerSums, StateSums
 
@@ -415,42 +416,3 @@ def recomputed_flops(row: Row, stages: Sequence[StageLayout]) -> float:
                 if n
             )
     return per_rank * row.num_microbatches * row.layout.tp * row.layout.cp * row.layout.dp
-
-
-def schedule_durations(
-    row: Row, stages: Sequence[StageLayout]
-) -> tuple[list[float], list[float], list[float]]:
-    """Forward, input-backward and weight-backward seconds of every virtual stage."""
-    layout, named = row.layout, row.named
-    pp, vpp = layout.pp, layout.vpp
-    schedule = SCHEDULES[layout.schedule]
-    placed = layers_of_chunks([sum(stage.layers) for stage in stages], schedule, vpp)
-    forward, backward, weight = ([0.0] * (pp * vpp) for _ in range(3))
-    kinds = row.setting.model.layer_kinds
-    for rank, stage in enumerate(stages):
-        for k, policies in enumerate(stage.policies):
-            costs = named.layers[k]
-            count = max(1, stage.layers[k])
-            extra = (
-                sum(
-                    n * (scalar(costs.recompute_s[p]) + scalar(named.fsdp_s[k][p]))
-                    for p, n in enumerate(policies)
-                )
-                / count
-            )
-            for chunk in range(vpp):
-                virtual = virtual_stage(schedule, rank, chunk, pp)
-                here = sum(1 for index in placed[virtual] if kinds[index] == k)
-                forward[virtual] += here * scalar(costs.forward_total_s)
-                weight[virtual] += here * scalar(costs.weight_s)
-                backward[virtual] += here * (
-                    scalar(costs.backward_total_s) - scalar(costs.weight_s) + extra
-                )
-    for virtual, costs, fsdp in (
-        (0, named.first, named.fsdp_first_s),
-        (pp * vpp - 1, named.head, named.fsdp_head_s),
-    ):
-        forward[virtual] += scalar(costs.forward_total_s)
-        weight[virtual] += scalar(costs.weight_s)
-        backward[virtual] += scalar(costs.backward_total_s) - scalar(costs.weight_s) + scalar(fsdp)
-    return forward, backward, weight

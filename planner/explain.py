@@ -62,18 +62,33 @@ def contrast(best: Estimate, other: Estimate) -> Contrast:
 
 
 def why_not_row(
-    degree: str, value: int, direction: str, best: Estimate, layout: Layout | None,
-    other: Estimate | None, reason: str = "",
+    degree: str,
+    value: int,
+    direction: str,
+    best: Estimate,
+    layout: Layout | None,
+    other: Estimate | None,
+    reason: str = "",
 ) -> dict[str, Any]:
     """One line of "why not"."""
     row: dict[str, Any] = {"degree": degree, "value": value, "direction": direction}
     if layout is None or other is None:
-        return row | {"layout": None, "step_time_s": None, "slower_fraction": None, "term": "none",
-                      "text": reason}
+        return row | {
+            "layout": None,
+            "step_time_s": None,
+            "slower_fraction": None,
+            "term": "none",
+            "text": reason,
+        }
     found = contrast(best, other)
     slower = other.step_time_s / best.step_time_s - 1.0
-    return row | {"layout": layout_document(layout), "step_time_s": other.step_time_s,
-                  "slower_fraction": slower, "term": found.term, "text": found.text}
+    return row | {
+        "layout": layout_document(layout),
+        "step_time_s": other.step_time_s,
+        "slower_fraction": slower,
+        "term": found.term,
+        "text": found.text,
+    }
 
 
 def memory_warnings(estimate: Estimate, host_capacity_bytes: float) -> list[str]:
@@ -102,5 +117,7 @@ def unverified_facts(facts: Mapping[str, Any], curves: Sequence[tuple[str, str]]
         shown = ", ".join(assumed[:6]) + (" and others" if len(assumed) > 6 else "")
         found.append(f"Assumed, not measured: {shown}.")
     if derived:
-        found.append(f"Derived from a similar device, not measured on this one: {', '.join(derived)}.")
+        found.append(
+            f"Derived from a similar device, not measured on this one: {', '.join(derived)}."
+        )
     return found

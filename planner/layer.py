@@ -12,24 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from hwprofiles.profile import Cluster
 from planner.collectives import collective_s
 from planner.flops import (
-    embedding_operations,
-    head_operations,
     layer_operations,
     moe_operations,
 )
 from planner.layout import RECOMPUTE, Layout
-from planner.operations import AttentionCall, Operation, shard_of
+from planner.operation_time import operation_s
+from planner.operations import Operation, shard_of
 from planner.parallel import context_parallel, expert_parallel, offload, recompute, tensor_parallel
 from planner.results import Array, CommOp
-from planner.roofline import attention_s, gemm_curve, gemm_s, memory_bound_s
-from planner.runtime import Runtime
-from planner.specs import LayerSpec, ModelSpec, TrainSpec
+from planner.setting import Setting
+from planner.specs import LayerSpec
 
 COMPUTE = ("attention_gemm", "attention_core", "mlp_gemm", "expert_gemm", "memory_bound", "head")
-UNFUSED_RATE = 0.6  # of the sustained GEMM rate, in products of short k
 EXPOSED = ("tensor_parallel", "context_parallel", "expert_parallel", "launch")
 AXIS_STRIDE: dict[str, Callable[[Layout], Any]] = {
     "tp": lambda x: 1,
@@ -37,34 +33,6 @@ AXIS_STRIDE: dict[str, Callable[[Layout], Any]] = {
     "etp": lambda x: 1,
     "ep": lambda x: x.etp,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Model, recipe, hardware and runtime: what every formula needs to know, fixed for a run."""
-
-    model: ModelSpec
-    train: TrainSpec
-    cluster: Cluster
-    runtime: Runtime
-    num_gpus: int
-    overlap: str = "runtime"
-    kernel: str = "unfused"
-
-    @property
-    def element_bytes(self) -> float:
-        return 4.0 if self.train.precision == "fp32" else 2.0
-
-    @property
-    def flash(self) -> bool:
-        return self.kernel != "unfused"
-
-    def gemm_precision(self, wanted: str) -> str:
-        """Precision of a product: router and head stay out of fp8 and fp4."""
-        name = self.train.precision
-        if wanted and name in ("fp8", "fp4"):
-            return "bf16"
-        return name
 
 
 @dataclass
@@ -122,69 +90,6 @@ class LayerCosts:
                 for op in self.comm_ops
             ],
         )
-
-
-def unfused_products_s(call: AttentionCall, setting: Setting) -> Any:
-    """The two batched products of unfused attention, forward [s]; their bytes are counted apart.
-
-    t = 2 b a s_q s_kv (d + d_v) / r over the whole score matrix, causal or not, with r = 0.6 of the
-    sustained GEMM rate for products of short k (assumed). A head width that is no multiple of 8 leaves
-    tensor cores idle: half the fp32 peak then (assumed).
-
-    References: Korthikanti2022; NVIDIA tensor-core alignment guide.
-    """
-    device = setting.cluster.device
-    aligned = call.head_dim % 8 == 0 and call.v_head_dim % 8 == 0
-    rate = UNFUSED_RATE * gemm_curve(device, setting.gemm_precision("")).cap_flops_per_s
-    if not aligned:
-        rate = min(rate, 0.5 * device.peak_flops_per_s.get("fp32", rate))
-    flops = 2.0 * call.batch * call.heads * np.multiply(call.seq_q, call.seq_kv)
-    return flops * (call.head_dim + call.v_head_dim) / rate
-
-
-def operation_s(op: Operation, setting: Setting) -> tuple[Any, Any, Any]:
-    """Seconds of an operation: forward, backward for its input, backward for its weight.
-
-    C[m, n] = A[m, k] B[k, n]; input gradient [m, k] over n, weight gradient [k, n] over m.
-    """
-    device = setting.cluster.device
-    forward: Any = 0.0
-    backward: Any = 0.0
-    weight: Any = 0.0
-    if np.any(np.asarray(op.forward_bytes) > 0):
-        forward = forward + memory_bound_s(device, op.forward_bytes)
-    if np.any(np.asarray(op.backward_bytes) > 0):
-        backward = backward + memory_bound_s(device, op.backward_bytes)
-    if op.gemm is not None:
-        g = op.gemm
-        precision = setting.gemm_precision(g.precision)
-        forward = forward + gemm_s(device, precision, g.m, g.n, g.k, batch=g.groups)
-        backward = backward + gemm_s(
-            device, precision, g.m, g.k, g.n, batch=g.groups, backward=True
-        )
-        if not op.frozen:
-            weight = gemm_s(device, precision, g.k, g.n, g.m, batch=g.groups, backward=True)
-    if op.attention is not None and not setting.flash:
-        products = unfused_products_s(op.attention, setting)
-        forward, backward = forward + products, backward + 2 * products
-    elif op.attention is not None:
-        a = op.attention
-        args = (
-            device,
-            setting.kernel,
-            a.batch,
-            a.heads,
-            a.kv_heads,
-            a.seq_q,
-            a.seq_kv,
-            a.head_dim,
-            a.v_head_dim,
-            a.causal,
-            a.window or 0,
-        )
-        forward = forward + attention_s(*args, backward=False)
-        backward = backward + attention_s(*args, backward=True)
-    return forward, backward, weight
 
 
 def add(target: dict[str, Any], name: str, value: Any) -> None:
@@ -409,55 +314,10 @@ def layer_costs(kind: LayerSpec, layout: Layout, setting: Setting) -> LayerCosts
     costs = merged(part.gathered(inverse), moe_part(kind, layout, setting, frozen))
     compute = costs.forward_total_s
     add_host(costs, kind, layout, setting)
-    link = offload.HOST_LINK_FRACTION * setting.cluster.device.host_link_bytes_per_s
+    link = setting.host_link_bytes_per_s
     whole = costs.kept_bytes[0]
     backward = costs.backward_total_s
     costs.recompute_s[3] = offload.activation_exposed_s(
         whole, compute, link
     ) + offload.activation_exposed_s(whole, backward, link)
     return costs
-
-
-def edge_costs(
-    layout: Layout, setting: Setting, padded_vocab: Any
-) -> tuple[LayerCosts, LayerCosts]:
-    """Embedding (with the encoder tower) and head with loss, for a table of layouts."""
-    model, train, runtime = setting.model, setting.train, setting.runtime
-    x = shard_of(
-        layout,
-        model,
-        train,
-        sequence_parallel=runtime.sequence_parallel,
-        flash=setting.flash,
-        passes=runtime.pass_bytes,
-    )
-    first, head = LayerCosts(), LayerCosts()
-    accumulate(first, embedding_operations(model, x), setting)
-    accumulate(head, head_operations(model, x, padded_vocab), setting)
-    first_ops, head_ops = tensor_parallel.edge_comm_ops(
-        model, x.tokens, layout.tp, x.element_bytes, runtime.sequence_parallel
-    )
-    none = {"forward": 0.0, "backward": 0.0}
-    add_comm(first, first_ops, "tensor_parallel", 0.0, layout, setting, none)
-    if model.lm_head:
-        add_comm(head, head_ops, "tensor_parallel", 0.0, layout, setting, none)
-    if model.tower is not None:
-        tower = model.tower
-        encoder = replace(
-            model,
-            hidden_size=tower.hidden_size,
-            kinds=(tower.layer,),
-            layer_kinds=(0,) * tower.num_hidden_layers,
-            positions="learned",
-            tower=None,
-        )
-        images = replace(train, seq_len=tower.tokens)
-        flat = layout.with_(cp=1, cp_kind=0)
-        one = dense_part(tower.layer, flat, replace(setting, model=encoder, train=images), False)
-        for name, value in one.forward_s.items():
-            add(first.forward_s, name, tower.num_hidden_layers * value)
-        for name, value in one.backward_s.items():
-            add(first.backward_s, name, tower.num_hidden_layers * value)
-        first.kept_bytes[0] = first.kept_bytes[0] + tower.num_hidden_layers * one.kept_bytes[0]
-        first.forward_flops = first.forward_flops + tower.num_hidden_layers * one.forward_flops
-    return first, head

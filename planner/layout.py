@@ -78,11 +78,19 @@ class Layout:
     def take(self, index: NDArray[np.int64] | int) -> Layout:
         """The rows `index` of a table; with an int, one layout of plain ints."""
         if isinstance(index, int | np.integer):
-            return Layout(**{f.name: int(np.asarray(getattr(self, f.name)).reshape(-1)[index]
-                                         if np.ndim(getattr(self, f.name)) else getattr(self, f.name))
-                             for f in fields(self)})
-        return Layout(**{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v
-                         for f in fields(self)})
+            return Layout(
+                **{
+                    f.name: int(
+                        np.asarray(getattr(self, f.name)).reshape(-1)[index]
+                        if np.ndim(getattr(self, f.name))
+                        else getattr(self, f.name)
+                    )
+                    for f in fields(self)
+                }
+            )
+        return Layout(
+            **{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)}
+        )
 
     def with_(self, **changes: Int) -> Layout:
         return replace(self, **changes)

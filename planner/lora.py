@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.operations import local_kv_heads
 from planner.layout import Layout
+from planner.operations import local_kv_heads
 from planner.specs import LayerSpec, LoraSpec, ModelSpec
 
 
@@ -27,7 +27,7 @@ def adapter_parameters(
     >>> model = ModelSpec("m", 512, 1000, (kind,), (0,))
     >>> dense, expert = adapter_parameters(model, kind, LoraSpec(8), Layout())
     >>> int(dense), int(expert)
-    (86016, 0)
+    (94208, 0)
     """
     h, r, tp = model.hidden_size, lora.rank, np.asarray(layout.tp)
     spec = kind.attention

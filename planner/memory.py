@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from planner.layer import Setting
 from planner.layout import Layout
 from planner.lora import adapter_parameters
 from planner.parallel import data_parallel
@@ -23,6 +22,7 @@ from planner.parameters import (
     padded_vocab,
     tower_parameters,
 )
+from planner.setting import Setting
 
 ITEMS = (
     "weights",

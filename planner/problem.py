@@ -8,9 +8,9 @@ from typing import Any
 from hwprofiles.loader import load_cluster
 from hwprofiles.profile import Cluster
 from planner.errors import InputError
-from planner.layer import Setting
 from planner.presets_index import load_model
 from planner.runtime import Runtime, load_runtime
+from planner.setting import Setting
 from planner.specs import OPTIMIZERS, PRECISIONS, LoraSpec, ModelSpec, TrainSpec
 
 UNFUSED = "unfused"
@@ -69,7 +69,9 @@ def attention_kernel(cluster: Cluster, runtime: Runtime, wanted: str | None) -> 
                 values={"attention_kernel": name},
                 legal={"attention_kernel": have},
             )
-        name = next((k for k in ("flash_attn_2", "flash", "sdpa") if k in device.attention), UNFUSED)
+        name = next(
+            (k for k in ("flash_attn_2", "flash", "sdpa") if k in device.attention), UNFUSED
+        )
     return name
 
 

@@ -17,7 +17,7 @@ from planner.costs import (
     step_addends,
     streaming_s,
 )
-from planner.layer import Setting, unique_rows
+from planner.layer import unique_rows
 from planner.layout import RECOMPUTE, SCHEDULES, Layout
 from planner.legality import RULES, Situation, legal_mask
 from planner.memory import memory_items, rank_parameters
@@ -26,6 +26,7 @@ from planner.parameters import padded_vocab
 from planner.results import Array, StageCosts
 from planner.schedules import bubble_beta, in_flight
 from planner.search.provider import PIPE_KEY, STATE_KEY, Space
+from planner.setting import Setting
 from planner.space import allowed_values
 from planner.tables import LayerSums, Memo, StateSums, Tables, stacked, wide
 

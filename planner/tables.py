@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs import Traffic, state_costs
-from planner.layer import LayerCosts, Setting, edge_costs, layer_costs
+from planner.edges import edge_costs
+from planner.layer import LayerCosts, layer_costs
 from planner.layout import Layout
 from planner.memory import rank_parameters
 from planner.results import Array
+from planner.setting import Setting
 
 Index = NDArray[np.int64]
 LAYER_COLUMNS = ("tp", "cp", "cp_kind", "micro_batch", "ep", "etp")

@@ -16,7 +16,6 @@ import numpy as np
 from planner.layout import OFFLOADS
 
 OPTIMIZER = tuple(i for i, name in enumerate(OFFLOADS) if name != "none")
-HOST_LINK_FRACTION = 0.84  # nvbandwidth on H100, device to host: 52.8 of 63 GB/s
 PARAMS = tuple(i for i, name in enumerate(OFFLOADS) if name.startswith("params"))
 NVME = tuple(i for i, name in enumerate(OFFLOADS) if name.endswith("nvme"))
 

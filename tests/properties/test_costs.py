@@ -17,7 +17,7 @@ from planner.estimate import (
     stage_seconds,
     step_time,
 )
-from planner.layer import Setting
+from planner.setting import Setting
 from planner.layout import RECOMPUTE, SCHEDULES, Layout
 from planner.problem import make_setting
 from planner.provider import ModelProvider

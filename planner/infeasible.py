@@ -1,0 +1,86 @@
+"""The error for a job without a layout: illegal, or too large; and how many GPUs it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.errors import DoesNotFit, LayoutError, ShardwiseError
+from planner.forms import layout_document
+from planner.layout_text import format_layout
+from planner.legality import check_fixed
+from planner.provider import ModelProvider
+from planner.search.found import Found
+from planner.search.search import LeastGpus, least_gpus
+from planner.setting import Setting
+from planner.words import gib
+
+MOST_GPUS = 65_536
+
+
+def nothing_fits(
+    found: Found, setting: Setting, fixed: Mapping[str, int], bounded: Mapping[str, int]
+) -> ShardwiseError:
+    """The error for a job that has no layout: illegal, or too large for its memory."""
+    if found.counts.legal == 0:
+        # Says which rule no layout obeys, where one rule alone is to blame.
+        check_fixed(
+            fixed, setting.model, setting.train, setting.cluster, setting.num_gpus, setting.runtime
+        )
+        held = ", ".join(f"{k}={v}" for k, v in fixed.items())
+        return LayoutError(
+            f"no legal layout of {setting.model.name} on {setting.num_gpus} GPUs of "
+            f"{setting.cluster.name} with global batch {setting.train.global_batch_size} under the "
+            f"{setting.runtime.name} runtime{' with ' + held if held else ''}",
+            values={"gpus": setting.num_gpus, **fixed},
+        )
+    near = found.nearest
+    least = least_gpus_of(setting, fixed, bounded)
+    enough = (
+        f"the least number of GPUs of {setting.cluster.name} on which it fits is {least.num_gpus}"
+        if least.num_gpus
+        else f"no number of GPUs of {setting.cluster.name} up to {MOST_GPUS:,} is enough"
+    )
+    values: dict[str, Any] = {
+        "gpus": setting.num_gpus,
+        "capacity_bytes": provider_capacity(setting),
+    }
+    detail = ""
+    if near is not None:
+        values |= {
+            "layout": layout_document(near.layout),
+            "missing_bytes": near.missing_bytes,
+            "needed_bytes": near.needed_bytes,
+            "largest_term": near.main_term,
+            "terms_bytes": dict(near.terms_bytes),
+        }
+        detail = (
+            f"; the nearest is {format_layout(near.layout)}, whose stage {near.stage} misses "
+            f"{gib(near.missing_bytes)} of {gib(provider_capacity(setting))}, its largest term being "
+            f"{near.main_term} with {gib(near.terms_bytes[near.main_term])}"
+        )
+    return DoesNotFit(
+        f"{setting.model.name} does not fit on {setting.num_gpus} GPUs of {setting.cluster.name} "
+        f"under the {setting.runtime.name} runtime{detail}; {enough}",
+        values=values,
+        legal={"gpus": [least.num_gpus] if least.num_gpus else []},
+    )
+
+
+def provider_capacity(setting: Setting) -> float:
+    return ModelProvider(setting).capacity_bytes
+
+
+def least_gpus_of(
+    setting: Setting, fixed: Mapping[str, int], bounded: Mapping[str, int]
+) -> LeastGpus:
+    """The least number of GPUs on which some layout fits, found by searching."""
+
+    def provider(num_gpus: int) -> ModelProvider:
+        return ModelProvider(replace(setting, num_gpus=num_gpus), fixed, bounded)
+
+    most = MOST_GPUS
+    if setting.cluster.max_nodes is not None:
+        most = min(most, setting.cluster.max_nodes * setting.cluster.gpus_per_node)
+    return least_gpus(provider, step=setting.cluster.gpus_per_node, most=most)

@@ -1,0 +1,57 @@
+"""Why not another degree: the best layout with each degree one step lower and one step higher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.estimate import estimate_stages
+from planner.explain import why_not_row
+from planner.provider import ModelProvider
+from planner.results import Estimate
+from planner.search.found import Solved
+from planner.search.search import best_with
+from planner.words import gib
+
+WHY_NOT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "zero")
+
+
+def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[dict[str, Any]]:
+    """For each degree, the best layout with its next lower and next higher value."""
+    rows = []
+    values = provider.space().values
+    for degree in WHY_NOT:
+        chosen = int(getattr(best.layout, degree))
+        choices = sorted(set(values.get(degree, ())))
+        if degree == "dp":
+            choices = [
+                d
+                for d in range(1, provider.setting.num_gpus + 1)
+                if provider.setting.num_gpus % d == 0
+            ]
+        lower = [(v, "lower") for v in choices if v < chosen][-1:]
+        higher = [(v, "higher") for v in choices if v > chosen][:1]
+        if degree in provider.fixed:
+            continue
+        for value, direction in (*lower, *higher):
+            rows.append(why_not_one(provider, best, own, degree, value, direction))
+    return rows
+
+
+def why_not_one(
+    provider: ModelProvider, best: Solved, own: Estimate, degree: str, value: int, direction: str
+) -> dict[str, Any]:
+    """The best layout with one degree at another value, and the largest term of the difference."""
+    found = best_with(provider, {degree: value})
+    if found.best is not None:
+        other = estimate_stages(
+            found.best.layout, found.best.stages, provider.setting, bounds=False
+        )
+        return why_not_row(degree, value, direction, own, found.best.layout, other)
+    if found.counts.legal == 0:
+        reason = f"no legal layout has {degree}={value} here"
+    else:
+        reason = f"no layout with {degree}={value} fits in memory"
+        if found.nearest is not None:
+            missing, term = found.nearest.missing_bytes, found.nearest.main_term
+            reason += f": {gib(missing)} are missing, most of them for {term}"
+    return why_not_row(degree, value, direction, own, None, None, reason)
