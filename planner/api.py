@@ -58,10 +58,14 @@ def plan(
     max_degree: Mapping[str, int] | None = None,
     top: int = 10,
     why_not: bool = True,
+    memory_margin: float = 0.04,
     progress: Progress | None = None,
     **more: Any,
 ) -> Answer:
     """Find the best layout, and say why the others lose.
+
+    `memory_margin` is the share of device memory that no layout may use: predictions of memory are
+    not exact, and a run that dies costs more than a few per cent.
 
     Raises
     ------
@@ -80,6 +84,7 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         runtime=runtime,
+        memory_margin_fraction=memory_margin,
         **more,
     )
     fixed, bounded = dict(fix or {}), dict(max_degree or {})
@@ -241,6 +246,7 @@ def document(
             "hfu": result.hfu,
             "peak_memory_bytes": result.peak_memory_bytes,
             "capacity_bytes": result.capacity_bytes,
+            "memory_margin_fraction": setting.train.memory_margin_fraction,
             "breakdown_s": dict(result.breakdown_s),
             "communication": {
                 "exposed_s": exposed,

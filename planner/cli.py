@@ -35,6 +35,11 @@ Optimizer = Annotated[
 RuntimeName = Annotated[
     str, typer.Option("--runtime", metavar="NAME", help="the training framework, by its file")
 ]
+LoraRank = Annotated[
+    int | None,
+    typer.Option("--lora", metavar="RANK", help="train low-rank adapters of this rank alone"),
+]
+Qlora = Annotated[bool, typer.Option("--qlora", help="with --lora: frozen weights in 4 bits")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
@@ -61,6 +66,12 @@ def plan(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="write the plan here, as JSON"),
     ] = None,
+    margin: Annotated[
+        float,
+        typer.Option("--memory-margin", metavar="F", help="share of device memory to keep free"),
+    ] = 0.04,
+    lora: LoraRank = None,
+    qlora: Qlora = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the best layout of a model on a cluster, and prove it best under the cost model."""
@@ -91,6 +102,9 @@ def plan(
             fix=fixed,
             max_degree=bounded,
             top=top,
+            memory_margin=margin,
+            lora_rank=lora,
+            qlora=qlora,
             progress=progress,
         )
     if output is not None:
@@ -123,6 +137,8 @@ def estimate(
         Path | None,
         typer.Option("--plot", metavar="FILE", help="draw the simulated step as SVG"),
     ] = None,
+    lora: LoraRank = None,
+    qlora: Qlora = False,
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of one layout that you name."""
@@ -145,6 +161,8 @@ def estimate(
         runtime=runtime,
         trace=trace,
         plot=plot,
+        lora_rank=lora,
+        qlora=qlora,
     )
     write_answer(answer, as_json=as_json)
 

@@ -370,7 +370,7 @@ def estimate_stages(
     train, num_gpus = setting.train, setting.num_gpus
     tokens = train.global_batch_size * train.seq_len
     peak = setting.cluster.device.peak_flops_per_s[peak_precision(setting)]
-    model_total = model_flops_per_token(setting.model, train.seq_len).total_flops * tokens
+    model_total = useful_flops_per_token(setting) * tokens
     share = recomputed_flops(row, stages)
     hidden = sum(
         m * n * scalar(row.named.layers[k].hidden_s) + n * scalar(row.named.hidden_step_s[k])
@@ -383,7 +383,7 @@ def estimate_stages(
         breakdown_s=breakdown,
         stage_s=tuple(seconds),
         memory_bytes=tuple(memory_of(row, rank, stage) for rank, stage in enumerate(stages)),
-        capacity_bytes=row.provider.capacity_bytes,
+        capacity_bytes=setting.cluster.device.memory_bytes,
         tokens_per_s_per_gpu=tokens / time / num_gpus,
         mfu=model_total / (time * num_gpus * peak),
         hfu=(model_total + share) / (time * num_gpus * peak),
@@ -396,6 +396,14 @@ def estimate_stages(
             "hidden_communication_s": hidden,
         },
     )
+
+
+def useful_flops_per_token(setting: Setting) -> float:
+    """Model FLOPs of a token, forward and backward; frozen linears (LoRA) need no weight gradient."""
+    flops = model_flops_per_token(setting.model, setting.train.seq_len)
+    if setting.train.lora is None:
+        return flops.total_flops
+    return flops.total_flops - (flops.forward_flops - flops.forward["attention_scores"])
 
 
 def peak_precision(setting: Setting) -> str:

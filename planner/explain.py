@@ -32,7 +32,7 @@ WORDS = {
     "gradient_norm": "gradient norm",
     "tied_embedding": "tied embedding reduction",
 }
-NEAR_LIMIT = 0.92
+NEAR_LIMIT = 0.95
 
 
 @dataclass(frozen=True, slots=True)

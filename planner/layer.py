@@ -21,7 +21,10 @@ from planner.layout import RECOMPUTE, Layout
 from planner.operation_time import operation_s
 from planner.operations import Operation, shard_of
 from planner.parallel import context_parallel, expert_parallel, offload, recompute, tensor_parallel
+from planner.parallel.data_parallel import QUANTIZED_BYTES
+from planner.parameters import layer_parameters
 from planner.results import Array, CommOp
+from planner.roofline import memory_bound_s
 from planner.setting import Setting
 from planner.specs import LayerSpec
 
@@ -306,12 +309,31 @@ def unique_rows(*columns: Any) -> tuple[Any, Any]:
     return first, inverse
 
 
+def add_dequantization(
+    costs: LayerCosts, kind: LayerSpec, layout: Layout, setting: Setting
+) -> None:
+    """QLoRA unpacks frozen weights before every use: reads 4 bits and scales, writes 2 bytes.
+
+    References: Dettmers2023.
+    """
+    lora = setting.train.lora
+    if lora is None or not lora.quantized:
+        return
+    counts = layer_parameters(setting.model, kind)
+    held = counts.dense_per_rank(layout.tp) + counts.expert_per_rank(layout.ep, layout.etp)
+    seconds = memory_bound_s(setting.cluster.device, held * (QUANTIZED_BYTES + 2.0))
+    for phase in (costs.forward_s, costs.backward_s):
+        add(phase, "memory_bound", seconds)
+    costs.recompute_s[2] = costs.recompute_s[2] + seconds
+
+
 def layer_costs(kind: LayerSpec, layout: Layout, setting: Setting) -> LayerCosts:
     """One layer of `kind` for a table of layouts; what ep and etp do not touch is done once."""
     frozen = setting.train.lora is not None
     first, inverse = unique_rows(layout.tp, layout.cp, layout.cp_kind, layout.micro_batch)
     part = dense_part(kind, layout.take(first), setting, frozen)
     costs = merged(part.gathered(inverse), moe_part(kind, layout, setting, frozen))
+    add_dequantization(costs, kind, layout, setting)
     compute = costs.forward_total_s
     add_host(costs, kind, layout, setting)
     link = setting.host_link_bytes_per_s

@@ -98,7 +98,8 @@ def make_setting(
     optimizer: str = "adamw",
     runtime: str | Runtime = "megatron-core",
     attention_kernel_name: str | None = None,
-    lora: LoraSpec | None = None,
+    lora_rank: int | None = None,
+    qlora: bool = False,
     **more: Any,
 ) -> Setting:
     """Check and gather everything that a cost needs.
@@ -114,6 +115,20 @@ def make_setting(
     num_gpus = size_of_job(machine, nodes, gpus)
     one_of("precision", precision, PRECISIONS)
     one_of("optimizer", optimizer, OPTIMIZERS)
+    if qlora and lora_rank is None:
+        raise InputError(
+            "qlora needs the rank of its adapters: give --lora RANK",
+            values={"qlora": True},
+            legal={"lora": [8, 16, 32, 64]},
+        )
+    lora = None if lora_rank is None else LoraSpec(whole_number("lora", lora_rank), quantized=qlora)
+    margin = more.get("memory_margin_fraction", 0.0)
+    if not 0.0 <= margin < 1.0:
+        raise InputError(
+            f"memory-margin is {margin}, and must be at least 0 and below 1",
+            values={"memory_margin": margin},
+            legal={"memory_margin": [0.0, 0.04, 0.1]},
+        )
     train = TrainSpec(
         global_batch_size=whole_number("global_batch_size", global_batch_size),
         seq_len=whole_number("seq_len", seq_len),

@@ -252,7 +252,9 @@ def memory_section(prediction: Document, width: int) -> list[Line]:
     shown = grouped([[gib(stage.get(item, 0.0)) for item in items] for stage in stages])
     names = max(len(row[0]) for row in shown)
     cells = max(10, min(60, width - names - 35))
-    lines = heading(f"Memory per stage, of {format_bytes(capacity)}")
+    margin = prediction.get("memory_margin_fraction", 0.0)
+    kept = f"; {percent(margin)} of it is kept free" if margin else ""
+    lines = heading(f"Memory per stage, of {format_bytes(capacity)}{kept}")
     for row in shown:
         stage = stages[int(row[0].split("–")[0])]
         used = sum(stage.values())

@@ -30,6 +30,8 @@ MOMENT_BYTES = {
     "adafactor": 0.02,
 }  # state beside the master weight, bytes per parameter (adafactor: rows and columns only)
 
+QUANTIZED_BYTES = 0.516  # a 4-bit weight with its share of twice-quantised scales
+
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
@@ -56,7 +58,7 @@ def element_bytes(
     References: Dettmers2023.
     """
     moments = MOMENT_BYTES[optimizer]
-    frozen = 0.516 if quantized else 2.0
+    frozen = QUANTIZED_BYTES if quantized else 2.0
     if precision == "fp32":
         return ElementBytes(4.0, 4.0, 0.0, moments, 0.0, 4.0, 4.0, 4.0 if not quantized else frozen)
     return ElementBytes(
