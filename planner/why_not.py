@@ -6,6 +6,7 @@ from typing import Any
 
 from planner.estimate import estimate_stages
 from planner.explain import why_not_row
+from planner.halves import in_halves
 from planner.provider import ModelProvider
 from planner.results import Estimate
 from planner.search.found import Solved
@@ -17,24 +18,19 @@ WHY_NOT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "zero")
 
 def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[dict[str, Any]]:
     """For each degree, the best layout with its next lower and next higher value."""
-    rows = []
     values = provider.space().values
+    wanted = []
     for degree in WHY_NOT:
         chosen = int(getattr(best.layout, degree))
         choices = sorted(set(values.get(degree, ())))
         if degree == "dp":
-            choices = [
-                d
-                for d in range(1, provider.setting.num_gpus + 1)
-                if provider.setting.num_gpus % d == 0
-            ]
-        lower = [(v, "lower") for v in choices if v < chosen][-1:]
-        higher = [(v, "higher") for v in choices if v > chosen][:1]
+            num_gpus = provider.setting.num_gpus
+            choices = [d for d in range(1, num_gpus + 1) if num_gpus % d == 0]
         if degree in provider.fixed:
             continue
-        for value, direction in (*lower, *higher):
-            rows.append(why_not_one(provider, best, own, degree, value, direction))
-    return rows
+        wanted += [(degree, v, "lower") for v in choices if v < chosen][-1:]
+        wanted += [(degree, v, "higher") for v in choices if v > chosen][:1]
+    return in_halves(lambda one: why_not_one(provider, best, own, *one), wanted)
 
 
 def why_not_one(

@@ -30,7 +30,7 @@ TIE = 1e-9  # relative; times closer than this are the same
 CHUNK = 50_000  # rows expanded at a time: they stay in cache
 FIRST_CHUNK = 8_000
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-SPLITS = 6  # exact splits of a batch before its other bounds are tightened
+SPLITS = 1  # exact splits of a batch before its other bounds are tightened
 SIMPLEST = (
     "pp", "cp", "ep", "etp", "tp", "vpp", "offload", "zero", "schedule", "cp_kind", "shard",
     "micro_batch",
