@@ -26,6 +26,10 @@ def every_layout(provider: CostProvider) -> list[Layout]:
     def values(name: str) -> tuple[int, ...]:
         return space.values.get(name, (int(getattr(Layout(), name)),))
 
+    # On one rank all schedules are the same: one of them is enough, 1f1b if it is offered.
+    names = [SCHEDULES[s] for s in sorted(values("schedule"))]
+    plain = [n for n in names if n not in ("interleaved", "dualpipe")]
+    alone = "1f1b" if "1f1b" in plain else next(iter(plain), None)
     found = []
     for pp, tp, cp, ep, etp, micro_batch, cp_kind in product(
         *(values(n) for n in ("pp", "tp", "cp", "ep", "etp", "micro_batch", "cp_kind"))
@@ -50,7 +54,7 @@ def every_layout(provider: CostProvider) -> list[Layout]:
                 name = SCHEDULES[schedule]
                 if (vpp > 1) != (name in ("interleaved", "dualpipe")):
                     continue
-                if (name == "dualpipe" and vpp != 2) or (pp == 1 and name != "1f1b"):
+                if (name == "dualpipe" and vpp != 2) or (pp == 1 and name != alone):
                     continue
                 if pp * vpp > len(provider.layer_kinds):
                     continue
