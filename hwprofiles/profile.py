@@ -20,8 +20,8 @@ Array = NDArray[np.float64]
 class Fact:
     """A number with its birth certificate.
 
-    `value` is SI; `written` and `unit` are as in the file; `kind` is datasheet, measured, derived or
-    assumed; `source` is an id in sources.toml; `per` says of what (GPU, direction, node).
+    `value` is SI; `written` and `unit` are as in the file; `kind` is datasheet, measured, derived
+    or assumed; `source` is an id in sources.toml; `per` says of what (GPU, direction, node).
     """
 
     value: float
@@ -148,8 +148,8 @@ class Cluster:
     """A cluster: equal nodes of one device, joined by a network.
 
     `domain_gpus` is the number of GPUs in one scale-up domain (8 in a DGX node, 72 in an NVL72
-    rack, which holds 18 nodes of 4). `pair_bytes_per_s` is what two GPUs of a domain can use between
-    them: all links behind a switch, one link in a mesh.
+    rack, which holds 18 nodes of 4). `pair_bytes_per_s` is what two GPUs of a domain can use
+    between them: all links behind a switch, one link in a mesh.
     """
 
     name: str

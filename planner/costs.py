@@ -29,8 +29,8 @@ HIDING_SHARE = 0.9  # of the last backward, during which gradient buckets become
 class Traffic:
     """Seconds of parameter and gradient traffic of a block of parameters (U,).
 
-    In a micro-batch: `up_s` gathers before forward, `again_s` before backward, `down_s` reduces. Once
-    a step: `reduce_s`, `gather_s`.
+    In a micro-batch: `up_s` gathers before forward, `again_s` before backward, `down_s` reduces.
+    Once a step: `reduce_s`, `gather_s`.
     """
 
     up_s: Any
@@ -132,7 +132,8 @@ def streaming_s(traffic: Traffic, forward_s: Any, backward_s: Any, setting: Sett
 
     Forward gathers once, backward gathers again (ZeRO 3) and reduces. Each direction lasts
     max(compute + k traffic, traffic), where k is the share of the device that collectives take from
-    compute beside them: traffic W beside compute C exposes max(0, o W - C) + (1 - o) W + k min(o W, C).
+    compute beside them: traffic W beside compute C exposes
+    max(0, o W - C) + (1 - o) W + k min(o W, C).
     """
     runtime = setting.runtime
     up, again, down = traffic.up_s, traffic.again_s, traffic.down_s
@@ -165,7 +166,9 @@ def step_addends(
 def optimizer_s(params: Any, trained: Any, layout: Layout, groups: Groups, setting: Setting) -> Any:
     """Optimizer step of `trained` parameters [s]: HBM traffic, or the host's when offloaded.
 
-    t = P (full + (owned + 2 moments) / n) / HBM rate; n the sharding group. References: runtime files.
+    t = P (full + (owned + 2 moments) / n) / HBM rate; n the sharding group.
+
+    References: runtime files.
     """
     runtime, device = setting.runtime, setting.cluster.device
     size = element_sizes(setting)
@@ -209,7 +212,7 @@ class StateCosts:
 
 
 def state_costs(layout: Layout, setting: Setting) -> StateCosts:
-    """What depends on degrees, sharding and offload, and not on micro-batch, schedule or recompute."""
+    """What depends on degrees, sharding and offload, not on micro-batch, schedule or recompute."""
     params = rank_parameters(layout, setting)
     dense, expert = data_parallel.dense_groups(layout), data_parallel.expert_groups(layout)
     blocks = [*zip(params.dense, params.trained_dense, strict=True)]
@@ -232,7 +235,7 @@ def state_costs(layout: Layout, setting: Setting) -> StateCosts:
 
 
 def row_costs(layout: Layout, setting: Setting) -> RowCosts:
-    """All addends of a table of distinct layouts (schedule, vpp and recompute are not looked at)."""
+    """All addends of a table of distinct layouts, whatever their schedule, vpp and recompute."""
     state = state_costs(layout, setting)
     layers = [layer_costs(kind, layout, setting) for kind in setting.model.kinds]
     first, head = edge_costs(layout, setting, state.params.vocab)

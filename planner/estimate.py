@@ -1,7 +1,7 @@
 """One layout with its stages: step time and memory as named addends.
 
-The sums are those that the search minimises (`planner.results.StageCosts`); here every term keeps its
-name. `estimate` also gives the bounds with all communication hidden and with none.
+The sums are those that the search minimises (`planner.results.StageCosts`); here every term keeps
+its name. `estimate` also gives the bounds with all communication hidden and with none.
 """
 
 from __future__ import annotations
@@ -108,7 +108,11 @@ def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
             np.array([stretch * scalar(head.kept_bytes[0])]),
         ),
         StateSums(
-            *(blocks(name) for name in ("up_s", "again_s", "down_s", "reduce_s", "gather_s")),
+            blocks("up_s"),
+            blocks("again_s"),
+            blocks("down_s"),
+            blocks("reduce_s"),
+            blocks("gather_s"),
             np.array([[scalar(items["optimizer"]) for items in updates]]),
             np.array([[scalar(total(items)) for items in held]]),
             np.array([scalar(total(memory.fixed))]),
@@ -399,7 +403,7 @@ def estimate_stages(
 
 
 def useful_flops_per_token(setting: Setting) -> float:
-    """Model FLOPs of a token, forward and backward; frozen linears (LoRA) need no weight gradient."""
+    """Model FLOPs of a token, forward and backward; frozen linears have no weight gradient."""
     flops = model_flops_per_token(setting.model, setting.train.seq_len)
     if setting.train.lora is None:
         return flops.total_flops
@@ -407,7 +411,7 @@ def useful_flops_per_token(setting: Setting) -> float:
 
 
 def peak_precision(setting: Setting) -> str:
-    """Precision whose peak MFU is measured against: fp32 training runs its products in tf32 or fp32."""
+    """Precision whose peak MFU is measured against; bf16 where the device has no other peak."""
     name = setting.train.precision
     peaks = setting.cluster.device.peak_flops_per_s
     return name if name in peaks else "bf16"
@@ -423,4 +427,5 @@ def recomputed_flops(row: Row, stages: Sequence[StageLayout]) -> float:
                 for p, n in enumerate(policies)
                 if n
             )
-    return per_rank * row.num_microbatches * row.layout.tp * row.layout.cp * row.layout.dp
+    ranks = float(row.layout.tp * row.layout.cp * row.layout.dp)
+    return per_rank * row.num_microbatches * ranks

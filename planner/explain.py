@@ -97,13 +97,13 @@ def memory_warnings(estimate: Estimate, host_capacity_bytes: float) -> list[str]
     share = estimate.peak_memory_bytes / estimate.capacity_bytes
     if NEAR_LIMIT < share <= 1:
         found.append(
-            f"The fullest stage takes {percent(share)} of memory; fragmentation or a longer batch may "
-            f"exceed it ({gib(estimate.capacity_bytes - estimate.peak_memory_bytes)} are left)."
+            f"The fullest stage takes {percent(share)} of memory; fragmentation or a longer batch "
+            f"may exceed it ({gib(estimate.capacity_bytes - estimate.peak_memory_bytes)} are left)."
         )
     if estimate.host_bytes_per_node > host_capacity_bytes > 0:
         found.append(
-            f"Offload takes {gib(estimate.host_bytes_per_node)} of host memory a node, more than the "
-            f"{gib(host_capacity_bytes)} there are."
+            f"Offload takes {gib(estimate.host_bytes_per_node)} of host memory a node, more than "
+            f"the {gib(host_capacity_bytes)} there are."
         )
     return found
 

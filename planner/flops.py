@@ -1,7 +1,7 @@
 """Operations of a layer: shapes of its matrix products, bytes moved, bytes kept for backward.
 
-Symbols: b micro-batch, s sequence, t tp, c cp, T = b s / c tokens of this rank, h hidden width, f MLP
-width, a heads, d head width. Activations are two bytes an element, four in fp32.
+Symbols: b micro-batch, s sequence, t tp, c cp, T = b s / c tokens of this rank, h hidden width, f
+MLP width, a heads, d head width. Activations are two bytes an element, four in fp32.
 """
 
 from __future__ import annotations
@@ -278,8 +278,9 @@ def mlp_operations(
 def routed_rows(moe: MoeSpec, x: Shard) -> tuple[Any, Any]:
     """Rows that this rank's experts process, and its number of local experts.
 
-    rows = (T / t) k etp imbalance: every rank of the ep x etp group feeds T / t tokens k times, spread
-    over ep; etp ranks see the same rows. With fewer rows than experts an expert still costs a tile.
+    rows = (T / t) k etp imbalance: every rank of the ep x etp group feeds T / t tokens k times,
+    spread over ep; etp ranks see the same rows. With fewer rows than experts an expert still costs
+    a tile.
 
     References: Shazeer2017; parallel folding in Megatron-Core.
     """

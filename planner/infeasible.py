@@ -57,8 +57,8 @@ def nothing_fits(
         }
         detail = (
             f"; the nearest is {format_layout(near.layout)}, whose stage {near.stage} misses "
-            f"{gib(near.missing_bytes)} of {gib(provider_capacity(setting))}, its largest term being "
-            f"{near.main_term} with {gib(near.terms_bytes[near.main_term])}"
+            f"{gib(near.missing_bytes)} of {gib(provider_capacity(setting))}, its largest term "
+            f"being {near.main_term} with {gib(near.terms_bytes[near.main_term])}"
         )
     return DoesNotFit(
         f"{setting.model.name} does not fit on {setting.num_gpus} GPUs of {setting.cluster.name} "

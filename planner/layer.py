@@ -1,7 +1,8 @@
 """Seconds and bytes of one layer on one rank: operations and collectives put on the hardware.
 
 Everything broadcasts over a table of layouts (axis U). Costs are named addends; `overlap` says what
-communication hides: ``runtime`` as the runtime file has it, ``all`` (lower bound), ``none`` (upper).
+communication hides: ``runtime`` as the runtime file has it, ``all`` (lower bound), ``none``
+(upper).
 """
 
 from __future__ import annotations

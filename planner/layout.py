@@ -4,9 +4,9 @@ A `Layout` holds integers, or integer arrays of one shape: then it is a table of
 a field. Formulas broadcast over either. Enumerated fields hold codes, the index into the tuples
 below, so that a column of them is an integer array too.
 
-Axis order, fastest first: dense layers ``tp, cp, dp, pp``; expert layers ``etp, ep, edp, pp``, folded
-over the same ranks (``edp = tp * cp * dp / (etp * ep)``). The optimizer and FSDP shard over the joined
-``cp x dp`` axis (stride ``tp``), of which `shard` neighbours hold one copy (HSDP where
+Axis order, fastest first: dense layers ``tp, cp, dp, pp``; expert layers ``etp, ep, edp, pp``,
+folded over the same ranks (``edp = tp * cp * dp / (etp * ep)``). The optimizer and FSDP shard over
+the joined ``cp x dp`` axis (stride ``tp``), of which `shard` neighbours hold one copy (HSDP where
 ``shard < cp * dp``).
 """
 

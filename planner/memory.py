@@ -127,7 +127,7 @@ def split_state(
 
 @dataclass(frozen=True, slots=True)
 class MemoryItems:
-    """Named addends of static memory: per layer of each kind, of every rank, first and head rank."""
+    """Named addends of static memory: of a layer of each kind, every rank, first and head rank."""
 
     layer: list[dict[str, Any]]
     fixed: dict[str, Any]

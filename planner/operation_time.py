@@ -17,8 +17,8 @@ def unfused_products_s(call: AttentionCall, setting: Setting) -> Any:
     """The two batched products of unfused attention, forward [s]; their bytes are counted apart.
 
     t = 2 b a s_q s_kv (d + d_v) / r over the whole score matrix, causal or not, with r = 0.6 of the
-    sustained GEMM rate for products of short k (assumed). A head width that is no multiple of 8 leaves
-    tensor cores idle: half the fp32 peak then (assumed).
+    sustained GEMM rate for products of short k (assumed). A head width that is no multiple of 8
+    leaves tensor cores idle: half the fp32 peak then (assumed).
 
     References: Korthikanti2022; NVIDIA tensor-core alignment guide.
     """

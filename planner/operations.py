@@ -3,8 +3,8 @@
 `planner.flops` lists the operations of a layer, `planner.layer` times them with `planner.roofline`,
 `planner.parallel.recompute` says what is kept. All sizes broadcast over a table of layouts.
 
-Symbols: b micro-batch, s sequence, t tp, c cp, T = b s / c tokens of this rank, h hidden width, f MLP
-width, a heads, d head width. Activations are two bytes an element, four in fp32.
+Symbols: b micro-batch, s sequence, t tp, c cp, T = b s / c tokens of this rank, h hidden width, f
+MLP width, a heads, d head width. Activations are two bytes an element, four in fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUANTIZED = ("fp8", "fp4")
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """C[m, n] = A[m, k] B[k, n], `groups` times in one launch; `precision` '' is that of training."""
+    """C[m, n] = A[m, k] B[k, n], `groups` times in a launch; `precision` '' is that of training."""
 
     m: Any
     n: Any
@@ -69,9 +69,9 @@ class AttentionCall:
 def attended_pairs(seq_q: Any, seq_kv: Any, causal: bool, window: int | None) -> Any:
     """Query-key pairs that a query attends to, per head and sequence.
 
-    Full s_q s_kv; causal half of it; a window w < s leaves w (s - w / 2) of the causal triangle, and
-    2 w s without causality. Under context parallelism s_q = s / c of balanced rows, so the share is
-    the same. Edge terms of order s are left out, as published FLOP counts do.
+    Full s_q s_kv; causal half of it; a window w < s leaves w (s - w / 2) of the causal triangle,
+    and 2 w s without causality. Under context parallelism s_q = s / c of balanced rows, so the
+    share is the same. Edge terms of order s are left out, as published FLOP counts do.
 
     >>> float(attended_pairs(1024, 1024, True, None))
     524288.0
@@ -128,8 +128,8 @@ class Operation:
 class Shard:
     """What one rank sees of a micro-batch.
 
-    `tokens` T = b s / c; `token_rows` T / t under sequence parallelism, else T; `element_bytes` of an
-    activation, `input_bytes` of a saved GEMM input (1 where GEMMs run in fp8).
+    `tokens` T = b s / c; `token_rows` T / t under sequence parallelism, else T; `element_bytes` of
+    an activation, `input_bytes` of a saved GEMM input (1 where GEMMs run in fp8).
     """
 
     tokens: Any

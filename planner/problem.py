@@ -1,4 +1,4 @@
-"""From what a person gives to a Setting: model, cluster, recipe, runtime, checked before any cost."""
+"""What a person gives, as a Setting: model, cluster, recipe, runtime, checked before any cost."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def size_of_job(cluster: Cluster, nodes: int | None, gpus: int | None) -> int:
     if count > each and count % each:
         near = [count // each * each, (count // each + 1) * each]
         raise InputError(
-            f"gpus={count} is not a whole number of nodes of {each} GPUs on {cluster.name}; nearest "
-            f"are {near[0]} and {near[1]}",
+            f"gpus={count} is not a whole number of nodes of {each} GPUs on {cluster.name}; "
+            f"nearest are {near[0]} and {near[1]}",
             values={"gpus": count, "gpus_per_node": each},
             legal={"gpus": near},
         )
@@ -55,7 +55,7 @@ def size_of_job(cluster: Cluster, nodes: int | None, gpus: int | None) -> int:
 
 
 def attention_kernel(cluster: Cluster, runtime: Runtime, wanted: str | None) -> str:
-    """The kernel that attention runs: the one asked for, else the runtime's on this architecture."""
+    """The kernel that attention runs: as asked for, else the runtime's on this architecture."""
     device = cluster.device
     name = wanted or runtime.attention_kernels.get(
         device.arch, runtime.attention_kernels.get("default", UNFUSED)

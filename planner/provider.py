@@ -139,16 +139,16 @@ class ModelProvider:
 
     def in_flight(self, rows: Layout, stage: Any) -> Array:
         """Micro-batches in flight on rank `stage`."""
-        m = num_microbatches(rows, self.setting)
         columns = [
             np.asarray(rows.schedule),
             np.asarray(rows.pp),
             np.asarray(rows.vpp),
-            np.asarray(m),
+            np.asarray(num_microbatches(rows, self.setting)),
         ]
         if np.ndim(stage) == 2:
             columns = [np.atleast_1d(column)[:, None] for column in columns]
-        return in_flight(*columns, stage)
+        schedule, pp, vpp, m = columns
+        return in_flight(schedule, pp, vpp, m, stage)
 
     def head_stage(self, rows: Layout) -> NDArray[np.int64]:
         result: NDArray[np.int64] = pipeline_parallel.head_stage(rows.schedule, rows.pp)
@@ -274,7 +274,7 @@ class ModelProvider:
         return tuple(SCHEDULES.index(name) for name in self.setting.runtime.overlap_p2p)
 
     def send_s(self, layout: Layout) -> tuple[Array, Array]:
-        """Seconds of one send to the next stage; and of the sends that fill and drain the pipeline."""
+        """Seconds of one send to the next stage, and of those that fill and drain the pipeline."""
         first, inverse = unique_rows(layout.pp, layout.tp, layout.cp, layout.micro_batch)
         one = self.one_send_s(layout.take(first))[inverse]
         pp = np.atleast_1d(layout.pp)
@@ -343,7 +343,7 @@ class ModelProvider:
         return costs, np.ones(size)
 
     def least_state(self, cells: Layout) -> tuple[Array, Array, Array, Array]:
-        """Least static bytes, fixed bytes, optimizer and constant seconds over sharding and offload.
+        """Least static and fixed bytes, optimizer and constant seconds over sharding and offload.
 
         Each term on its own, over ZeRO stages fully sharded, without offload and with the furthest.
         """

@@ -27,8 +27,9 @@ class CommOp:
     what
         The tensor, in words.
     num_bytes
-        Bytes of one call as nccl-tests counts them (all_gather: gathered total; reduce_scatter: input
-        total; all_reduce and all_to_all: buffer per rank; send_recv: bytes sent). Array or number.
+        Bytes of one call as nccl-tests counts them (all_gather: gathered total; reduce_scatter:
+        input total; all_reduce and all_to_all: buffer per rank; send_recv: bytes sent). Array or
+        number.
     count
         Calls per rank and training step. Array or number.
     exposed_s, total_s
@@ -126,8 +127,8 @@ class Timeline:
 class Estimate:
     """Time and memory of one layout with its stages.
 
-    `breakdown_s` are named addends that sum to `step_time_s`; `memory_bytes[s]` the named addends of
-    stage s. `lower_s` hides all communication, `upper_s` hides none.
+    `breakdown_s` are named addends that sum to `step_time_s`; `memory_bytes[s]` the named addends
+    of stage s. `lower_s` hides all communication, `upper_s` hides none.
     """
 
     step_time_s: float

@@ -1,9 +1,9 @@
 """The values that each axis of the search may take, before legality rules combine them.
 
-Degrees are divisors of the number of GPUs (of the experts for ep, of the batch for the micro-batch), up
-to a stated largest value: tp and etp the scale-up domain or 16, whichever is larger; cp 64; micro-batch
-32 sequences in powers of two; vpp 16. `--fix` and `--max-degree` narrow them, `--fix` may also name a
-value beyond them.
+Degrees are divisors of the number of GPUs (of the experts for ep, of the batch for the
+micro-batch), up to a stated largest value: tp and etp the scale-up domain or 16, whichever is
+larger; cp 64; micro-batch 32 sequences in powers of two; vpp 16. `--fix` and `--max-degree` narrow
+them, `--fix` may also name a value beyond them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Context parallelism: the sequence split over ranks, keys and values exchanged in attention.
 
-Three kinds, codes of `planner.layout.CP_KINDS`: ring (keys and values go round while attention runs on
-the block at hand), all-gather (once, before attention), Ulysses (all-to-all trades sequence for heads).
+Three kinds, codes of `planner.layout.CP_KINDS`: ring (keys and values go round while attention runs
+on the block at hand), all-gather (once, before attention), Ulysses (all-to-all trades sequence for
+heads).
 
 References: Liu2023; Jacobs2023.
 """

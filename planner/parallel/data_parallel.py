@@ -1,8 +1,8 @@
 """Data parallelism: replicas and ZeRO sharding, what they keep and what they send.
 
 Weights, gradients and optimizer state of dense layers shard over `shard` neighbours of the joined
-cp x dp axis; the rest of it replicates (HSDP). Experts shard over the same fraction of their own edp
-axis. ZeRO 1 shards optimizer state, 2 gradients too, 3 parameters too (FSDP).
+cp x dp axis; the rest of it replicates (HSDP). Experts shard over the same fraction of their own
+edp axis. ZeRO 1 shards optimizer state, 2 gradients too, 3 parameters too (FSDP).
 
 References: Rajbhandari2020; Zhao2023 (FSDP).
 """
@@ -117,13 +117,14 @@ def state_bytes(
     With n = shard: ZeRO 0 w + g + o; 1 w + g + o / n; 2 w + (g + o) / n; 3 (w + g + o) / n, where
     o = master + moments (+ the gradient copy at the step). Where a runtime keeps only the master
     shard, ZeRO 2 holds the compute copy unsharded from forward to backward and ZeRO 3 only in a
-    window (`planner.memory`), unless a pipeline stage keeps it. Offloaded state is not on the device.
+    window (`planner.memory`), unless a pipeline stage keeps it. Offloaded state is not on the
+    device.
 
     References: Rajbhandari2020 section 3.
     """
     zero, n = np.asarray(layout.zero), np.maximum(1, groups.shard)
-    optimizer = size.master + size.moments
-    optimizer = np.where(zero >= 1, (optimizer + size.step_grad) / n, optimizer)
+    state = size.master + size.moments
+    optimizer = np.where(zero >= 1, (state + size.step_grad) / n, state)
     gradients = np.where(zero >= 2, size.grad / n, size.grad)
     weights = np.where(zero >= 3, size.weight / n, size.weight)
     unsharded = np.zeros_like(weights)
@@ -168,9 +169,9 @@ def host_bytes(layout: Layout, groups: Groups, size: ElementBytes) -> Any:
 def per_microbatch(layout: Layout, runtime: Runtime) -> tuple[Any, Any]:
     """Parameter gathers and whether gradients reduce, in every micro-batch of a layout.
 
-    ZeRO 3 gathers before forward and again before backward; ZeRO 2 with a sharded master once; others
-    never (they gather once a step, after the optimizer). Gradients reduce where the runtime says so.
-    A pipeline stage that keeps its parameters does both once a step.
+    ZeRO 3 gathers before forward and again before backward; ZeRO 2 with a sharded master once;
+    others never (they gather once a step, after the optimizer). Gradients reduce where the runtime
+    says so. A pipeline stage that keeps its parameters does both once a step.
 
     >>> from types import SimpleNamespace
     >>> runtime = SimpleNamespace(zero3_pp_keeps_stage=True, weight_shard_is_master=True,
@@ -193,7 +194,7 @@ def gathers_per_step(layout: Layout, num_microbatches: Any, runtime: Runtime) ->
 
 
 def reduces_per_step(layout: Layout, num_microbatches: Any, runtime: Runtime) -> Any:
-    """Gradient reductions per training step: every micro-batch where the runtime says so, else one."""
+    """Gradient reductions per training step: one, or one a micro-batch where the runtime says."""
     _, each = per_microbatch(layout, runtime)
     return np.where(each, num_microbatches, 1)
 

@@ -1,7 +1,7 @@
 """Expert parallelism: tokens travel to the ranks that hold their experts, and back.
 
-The expert grid (etp, ep, edp) is folded over the ranks of the attention grid (tp, cp, dp). Every rank
-feeds its T / t tokens, k times each, to the dispatcher.
+The expert grid (etp, ep, edp) is folded over the ranks of the attention grid (tp, cp, dp). Every
+rank feeds its T / t tokens, k times each, to the dispatcher.
 
 References: Shazeer2017; DeepSeekV3; parallel folding in Megatron-Core.
 """

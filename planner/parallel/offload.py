@@ -1,8 +1,8 @@
 """Offload: optimizer state, parameters or activations in host memory or on NVMe.
 
 Codes of `planner.layout.OFFLOADS`. The optimizer then steps on the host: gradients go down, updated
-weights come up, and the host reads and writes the state at its memory's rate; on NVMe the state is read
-and written in addition.
+weights come up, and the host reads and writes the state at its memory's rate; on NVMe the state is
+read and written in addition.
 
 References: Ren2021 (ZeRO-Offload); Rajbhandari2021 (ZeRO-Infinity).
 """
@@ -38,8 +38,9 @@ def step_s(
 ) -> Any:
     """Time of an optimizer step on the host [s] for `owned_params` parameters of one rank.
 
-    t = P g / link + P (2 state + 4) / host + P w / link (+ P state / read + P state / write on NVMe).
-    All rates are this rank's share. Nothing overlaps, as in ZeRO-Offload without delayed update.
+    t = P g / link + P (2 state + 4) / host + P w / link (+ P state / read + P state / write on
+    NVMe). All rates are this rank's share. Nothing overlaps, as in ZeRO-Offload without delayed
+    update.
 
     >>> float(step_s(1e9, 12.0, 2.0, 2.0, 25e9, 28e9, 1e9, 1e9, False))
     1.16

@@ -28,7 +28,7 @@ def head_stage(schedule: Any, pp: Any) -> Any:
 def send_bytes(
     model: ModelSpec, tokens: Any, tp: Any, element_bytes: float, sequence_parallel: bool
 ) -> Any:
-    """Bytes that one rank sends to the next stage for a micro-batch: its rows of the residual stream.
+    """Bytes that a rank sends to the next stage for a micro-batch: its rows of the residual stream.
 
     T h elements, divided by tp only where sequence parallelism splits the stream.
     """

@@ -1,8 +1,9 @@
 """Recompute: what a policy keeps of a layer, and what it does again in backward.
 
-Policies are those of `planner.layout.RECOMPUTE`: ``none`` keeps everything an operation saves; ``full``
-keeps the layer's input alone and repeats the whole forward, collectives included; ``selective`` drops
-the operations that the runtime names; ``offload`` sends what is kept to host memory.
+Policies are those of `planner.layout.RECOMPUTE`: ``none`` keeps everything an operation saves;
+``full`` keeps the layer's input alone and repeats the whole forward, collectives included;
+``selective`` drops the operations that the runtime names; ``offload`` sends what is kept to host
+memory.
 
 References: Chen2016; Korthikanti2022 section 5.
 """
@@ -40,7 +41,8 @@ def kept_bytes(operations: Sequence[Operation], policy: str, modules: Sequence[s
 
     >>> ops = [Operation("block_input", "memory_bound", kept_bytes=10.0),
     ...        Operation("act", "memory_bound", kept_bytes=4.0, modules=("activation",))]
-    >>> [float(kept_bytes(ops, p, ["activation"])) for p in ("none", "selective", "full", "offload")]
+    >>> policies = ("none", "selective", "full", "offload")
+    >>> [float(kept_bytes(ops, policy, ["activation"])) for policy in policies]
     [14.0, 10.0, 10.0, 0.0]
     """
     if policy == "offload":

@@ -2,8 +2,8 @@
 
 Without sequence parallelism each block ends in an all-reduce of the full activation, forward, and
 backward for the gradient of its input. With sequence parallelism the all-reduce becomes a
-reduce-scatter at the end and an all-gather at the start; backward gathers the saved input once more,
-under the input-gradient product (hidden).
+reduce-scatter at the end and an all-gather at the start; backward gathers the saved input once
+more, under the input-gradient product (hidden).
 
 References: Shoeybi2019; Korthikanti2022 section 4.2.
 """
@@ -73,9 +73,9 @@ def edge_comm_ops(
 ) -> tuple[list[CommOp], list[CommOp]]:
     """Collectives of the vocabulary-parallel embedding, and of the head with its loss.
 
-    Embedding: one reduction of its output forward, a gather of its gradient backward. Head: a gather of
-    its input, a reduction of its gradient; the loss reduces max, target logit and sum of exponentials,
-    4 bytes a token each.
+    Embedding: one reduction of its output forward, a gather of its gradient backward. Head: a
+    gather of its input, a reduction of its gradient; the loss reduces max, target logit and sum of
+    exponentials, 4 bytes a token each.
     """
     size = tokens * model.hidden_size * element_bytes
     on = np.where(np.asarray(tp) > 1, 1, 0)

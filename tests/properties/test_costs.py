@@ -17,48 +17,60 @@ from planner.estimate import (
     stage_seconds,
     step_time,
 )
-from planner.setting import Setting
 from planner.layout import RECOMPUTE, SCHEDULES, Layout
 from planner.problem import make_setting
 from planner.provider import ModelProvider
 from planner.results import StageCosts
 from planner.search.candidates import candidates, expand, rows
 from planner.search.search import search
+from planner.setting import Setting
 
 CASES = {
-    "dense": dict(
-        model="llama-2-13b", cluster="dgx-a100-80gb", gpus=32, global_batch_size=64, seq_len=4096
-    ),
-    "moe": dict(
-        model="deepseek-v2-lite", cluster="dgx-h100", gpus=16, global_batch_size=32, seq_len=4096
-    ),
-    "alternating": dict(
-        model="gemma-2-9b", cluster="aws-p5", gpus=16, global_batch_size=32, seq_len=8192
-    ),
-    "fsdp": dict(
-        model="llama-3-8b",
-        cluster="dgx-h200",
-        gpus=16,
-        global_batch_size=32,
-        seq_len=8192,
-        runtime="fsdp2",
-    ),
-    "ours": dict(
-        model="qwen3-30b-a3b",
-        cluster="l40s",
-        gpus=32,
-        global_batch_size=64,
-        seq_len=2048,
-        runtime="shardwise",
-    ),
-    "fp8": dict(
-        model="mixtral-8x7b",
-        cluster="dgx-b200",
-        gpus=32,
-        global_batch_size=64,
-        seq_len=4096,
-        precision="fp8",
-    ),
+    "dense": {
+        "model": "llama-2-13b",
+        "cluster": "dgx-a100-80gb",
+        "gpus": 32,
+        "global_batch_size": 64,
+        "seq_len": 4096,
+    },
+    "moe": {
+        "model": "deepseek-v2-lite",
+        "cluster": "dgx-h100",
+        "gpus": 16,
+        "global_batch_size": 32,
+        "seq_len": 4096,
+    },
+    "alternating": {
+        "model": "gemma-2-9b",
+        "cluster": "aws-p5",
+        "gpus": 16,
+        "global_batch_size": 32,
+        "seq_len": 8192,
+    },
+    "fsdp": {
+        "model": "llama-3-8b",
+        "cluster": "dgx-h200",
+        "gpus": 16,
+        "global_batch_size": 32,
+        "seq_len": 8192,
+        "runtime": "fsdp2",
+    },
+    "ours": {
+        "model": "qwen3-30b-a3b",
+        "cluster": "l40s",
+        "gpus": 32,
+        "global_batch_size": 64,
+        "seq_len": 2048,
+        "runtime": "shardwise",
+    },
+    "fp8": {
+        "model": "mixtral-8x7b",
+        "cluster": "dgx-b200",
+        "gpus": 32,
+        "global_batch_size": 64,
+        "seq_len": 4096,
+        "precision": "fp8",
+    },
 }
 
 
