@@ -1,0 +1,107 @@
+"""The model of a published run: a preset where the row names one, else from its dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from planner.presets_index import load_model
+from planner.specs import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from reports.published_table import MissingField, NotPredictable, PublishedRow
+
+# A mixture of experts has more dimensions than the table has columns: such rows name a model whose
+# published config ships with the planner. The row's own dimensions must agree with it.
+PRESETS = {
+    "GPT OSS 120B": "gpt-oss-120b",
+    "Qwen3_235B_a22B": "qwen3-235b-a22b",
+    "Qwen3_235B_a22B (tokendrop)": "qwen3-235b-a22b",
+    "DeepSeekV3 (dropless)": "deepseek-v3",
+    "deepseek-v3": "deepseek-v3",
+    "llama4-maverick": "llama-4-maverick",
+}
+BLOOM_VOCAB = (
+    250_880  # --pad-vocab-size-to in tr11-176B-ml.slurm; the table gives the rounded 250000
+)
+
+
+def model_of(row: PublishedRow, style: str, heads: Mapping[str, int]) -> ModelSpec:
+    """Model of a row; `style` is that of its source: megatron-gpt, bloom, mpt, nemo or llama."""
+    name = row.text("model_name")
+    if name in PRESETS:
+        model = preset(PRESETS[name])
+        check_dimensions(row, model)
+        return model
+    for field in ("n_layers", "hidden", "ffn_hidden"):
+        if row.count(field) is None:
+            raise MissingField(field, f"that of another publication of {name or 'the model'}")
+    if row.count("n_experts") is not None:
+        raise NotPredictable(
+            f"the experts of {name} have dimensions that the table has no column for, and no preset"
+        )
+    if row.flag("gated_mlp") is None:
+        raise MissingField("gated_mlp", "1")
+    return dense(row, style, heads)
+
+
+@lru_cache
+def preset(name: str) -> ModelSpec:
+    return load_model(name)
+
+
+def check_dimensions(row: PublishedRow, model: ModelSpec) -> None:
+    """Refuse a preset that is not the model of the row."""
+    heads = model.kinds[0].attention.num_attention_heads
+    own = {"n_layers": model.num_hidden_layers, "hidden": model.hidden_size, "n_heads": heads}
+    for field, value in own.items():
+        written = row.count(field)
+        if written is not None and written != value:
+            raise NotPredictable(f"{field} is {written}, but the published config has {value}")
+
+
+def dense(row: PublishedRow, style: str, known_heads: Mapping[str, int]) -> ModelSpec:
+    """A dense decoder from the dimensions of the row.
+
+    Gated: RMS norm, rotary positions, no bias (Llama). Plain: layer norm and biases; learned
+    positions, except rotary in Nemotron and ALiBi in BLOOM; dropout as Megatron-LM defaults.
+    """
+    gated = bool(row.flag("gated_mlp"))
+    hidden, layers = row.needed("hidden", "none"), row.needed("n_layers", "none")
+    heads = known_heads.get(str(hidden)) if row.count("n_heads") is None else None
+    heads = heads or row.needed("n_heads", "hidden / 128")
+    if hidden % heads:
+        raise NotPredictable(f"n_heads={heads} does not divide hidden={hidden}")
+    vocab = row.needed("vocab", "50257, the tokenizer of GPT-2")
+    bias = not gated and not row.says("model_name", "nemotron")
+    attention = AttentionSpec(
+        heads,
+        row.count("n_kv_heads") or heads,
+        hidden // heads,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    mlp = MlpSpec(
+        row.needed("ffn_hidden", "4 hidden"),
+        gated=gated,
+        bias=bias,
+        activation="silu" if gated else "gelu",
+    )
+    if row.flag("tied_embeddings") is None:
+        raise MissingField("tied_embeddings", "0")
+    learned = bias and style != "bloom"
+    positions = "learned" if learned else "alibi" if style == "bloom" else "rotary"
+    return ModelSpec(
+        name=row.text("model_name"),
+        hidden_size=hidden,
+        vocab_size=BLOOM_VOCAB if style == "bloom" else vocab,
+        kinds=(LayerSpec(attention, mlp),),
+        layer_kinds=(0,) * layers,
+        norm="rmsnorm" if gated else "layernorm",
+        norm_bias=not gated,
+        positions=positions,
+        max_position_embeddings=row.needed("seq_len", "2048") if learned else 0,
+        tie_word_embeddings=bool(row.flag("tied_embeddings")),
+        dropout=style in ("megatron-gpt", "bloom"),
+        extra_params=2 * hidden if style == "bloom" else 0,
+        extra_params_note="layer norm of the embedding" if style == "bloom" else "",
+        source=row.source,
+    )
