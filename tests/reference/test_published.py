@@ -33,7 +33,7 @@ TIME_LIMITS = {
     "papers": (8.5, 9.0),
     "torchtitan": (19.0, 30.5),
     "vtrain_multi": (6.5, 13.5),
-    "vtrain_single": (16.5, 31.0),
+    "vtrain_single": (9.0, 16.0),
 }
 MEMORY_LIMITS = {
     "bloom": (11.5, 16.5),
@@ -41,7 +41,7 @@ MEMORY_LIMITS = {
     "nanotron_oldbench": (39.0, 56.0),
     "torchtitan": (14.5, 27.5),
 }
-RANK_LIMITS = {"vtrain_single": (0.91, 5.5), "vtrain_multi": (0.90, 1.0)}  # Spearman, regret
+RANK_LIMITS = {"vtrain_single": (0.91, 8.5), "vtrain_multi": (0.90, 1.0)}  # Spearman, regret
 
 
 @lru_cache
