@@ -123,6 +123,9 @@ def load_gemm_curves(
             cap_scale = pair[0] / (pair[1] or float(shape["cap_flops_per_s"]))
         cap = float(shape["cap_flops_per_s"]) * cap_scale
         sustained = float(shape["sustained_fraction"])
+        if shape_name in ("fp8", "fp8_block", "fp4"):
+            # The same power limit: denser arithmetic keeps no more of its clock than bf16 does.
+            sustained = min(sustained, float(shapes["bf16"]["sustained_fraction"]))
         if device_name in _SM_RATIO:
             scale = cap_scale = _SM_RATIO[device_name]
             cap = min(float(shape["cap_flops_per_s"]) * scale, CONSUMER_CEILING * peak)

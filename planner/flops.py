@@ -165,6 +165,17 @@ def attention_operations(
     return ops
 
 
+def unfused_softmax(micro_batch: Any, heads: Any) -> Any:
+    """Whether Megatron's fused causal softmax refuses: it wants (b a / t) % 4 == 0.
+
+    Otherwise scale, mask, casts and softmax run one by one: more passes and more launches.
+
+    >>> bool(unfused_softmax(1, 2)), bool(unfused_softmax(2, 2))
+    (True, False)
+    """
+    return np.asarray(micro_batch * heads) % 4 != 0
+
+
 def core_attention(spec: AttentionSpec, x: Shard, heads: Any, kv: Any, cp_kind: Any) -> Operation:
     """The attention kernel on this rank's share of the sequence.
 
@@ -197,8 +208,7 @@ def core_attention(spec: AttentionSpec, x: Shard, heads: Any, kv: Any, cp_kind: 
         )
     scores = x.micro_batch * local * rows * x.seq_len
     scale = x.element_bytes / 2
-    # The fused causal softmax of Megatron wants (b a / t) % 4 == 0; without it more passes.
-    slow = np.asarray(x.micro_batch * heads) % 4 != 0
+    slow = unfused_softmax(x.micro_batch, heads)
     forward = x.passes["scores_forward"] + slow * x.passes["scores_unfused_softmax_forward"]
     backward = x.passes["scores_backward"] + slow * x.passes["scores_unfused_softmax_backward"]
     kept = (2 + 2 + 1 if x.dropout else 2) * scale

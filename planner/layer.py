@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 
 from planner.collectives import collective_s
-from planner.flops import (
-    layer_operations,
-    moe_operations,
-)
+from planner.flops import layer_operations, moe_operations, unfused_softmax
 from planner.layout import RECOMPUTE, Layout
 from planner.operation_time import operation_s
 from planner.operations import Operation, shard_of
@@ -276,23 +273,40 @@ def merged(first: LayerCosts, second: LayerCosts) -> LayerCosts:
 def add_host(costs: LayerCosts, kind: LayerSpec, layout: Layout, setting: Setting) -> None:
     """Time that the GPU waits for the host: forward and backward each last max(GPU, launches).
 
-    host = launches * time per launch; a dropless MoE layer also waits for its split sizes, which
-    drains the queue, so that time adds.
+    host = launches * time per launch. Tensor-parallel ranks meet at every collective, so that each
+    step of the group waits for the slowest of t hosts: their launches count 1 + log2 t times (the
+    expected maximum grows with the logarithm; assumed). A dropless MoE layer also waits for its split
+    sizes, which drains the queue, so that time adds. Where every launch blocks until its kernel
+    has run (CUDA_LAUNCH_BLOCKING), nothing overlaps and the factor of the runtime multiplies.
     """
     runtime, each = setting.runtime, setting.cluster.device.host_launch_s
     name = "moe" if kind.moe is not None else "dense"
-    tensor = np.where(np.asarray(layout.tp) > 1, 1.0, 0.0)
+    tp = np.asarray(layout.tp, dtype=np.float64)
+    tensor = np.where(tp > 1, 1.0 + np.log2(tp), 0.0)
     sync = runtime.moe_host_sync_s if kind.moe is not None else 0.0
-    launches = {
-        phase: runtime.launches[f"{name}_{phase}"] + tensor * runtime.launches[f"tp_{phase}"]
+    slow = 0.0
+    if not setting.flash:
+        heads = kind.attention.num_attention_heads / tp
+        slow = unfused_softmax(layout.micro_batch, heads) * 1.0
+    host = {
+        phase: each
+        * (
+            runtime.launches[f"{name}_{phase}"]
+            + tensor * runtime.launches[f"tp_{phase}"]
+            + slow * runtime.launches[f"softmax_{phase}"]
+        )
         for phase in ("forward", "backward")
     }
-    forward_wait = np.maximum(0.0, launches["forward"] * each - costs.forward_total_s)
-    backward_wait = np.maximum(0.0, launches["backward"] * each - costs.backward_total_s)
-    again = (launches["forward"] + runtime.launches["recompute"]) * each
-    costs.recompute_s[2] = np.maximum(costs.recompute_s[2], again)
-    add(costs.forward_s, "launch", forward_wait + sync / 2)
-    add(costs.backward_s, "launch", backward_wait + sync / 2)
+    again = host["forward"] + runtime.launches["recompute"] * each
+    blocking = runtime.blocking_launch_factor
+    for phase, part in (("forward", costs.forward_s), ("backward", costs.backward_s)):
+        wait = np.maximum(0.0, host[phase] - sum(part.values()))
+        add(part, "launch", (blocking * host[phase] if blocking else wait) + sync / 2)
+    costs.recompute_s[2] = (
+        costs.recompute_s[2] + blocking * again
+        if blocking
+        else np.maximum(costs.recompute_s[2], again)
+    )
 
 
 def unique_rows(*columns: Any) -> tuple[Any, Any]:

@@ -99,6 +99,9 @@ class Runtime:
     launches
         Kernels launched from the host: per layer forward and backward by part (``attention``,
         ``mlp``, ``moe``, ``tp``, ``recompute`` ...).
+    blocking_launch_factor
+        Host time of a launch that waits for its kernel (CUDA_LAUNCH_BLOCKING=1), in launches that do
+        not wait; 0: launches do not wait.
     moe_host_sync_s
         Host time per MoE layer and micro-batch spent waiting for split sizes.
     attention_kernels
@@ -167,6 +170,7 @@ class Runtime:
     ring_window: bool = False
     microbatches_at_least_pp: tuple[str, ...] = ()
     split_backward_zero: tuple[int, ...] = (0, 1, 2, 3)
+    blocking_launch_factor: float = 0.0
     pass_bytes: Mapping[str, float] = field(default_factory=dict)
     launches: Mapping[str, float] = field(default_factory=dict)
     attention_kernels: Mapping[str, str] = field(default_factory=dict)

@@ -137,6 +137,8 @@ def row_runtime(row: PublishedRow, rule: SourceRule) -> Runtime:
     elif source in ("korthikanti", "megatron_ci") and row.flag("sequence_parallel") is False:
         name = f"{name}-no-sp"
     runtime = runtime_of(name)
+    if rule.blocking_launch_factor:
+        runtime = replace(runtime, blocking_launch_factor=rule.blocking_launch_factor)
     found = re.search(r"selective modules: (\S+);", row.text("notes"))
     if found and row.text("recompute") == "selective":
         words = found.group(1).split("+")

@@ -22,6 +22,7 @@ class SourceRule:
     clusters: Mapping[str, str]
     memory: str = "device"  # device | reserved | allocated
     ranks: str = "all"  # all | first | last | ends
+    blocking_launch_factor: float = 0.0  # CUDA_LAUNCH_BLOCKING=1 in the run script
     changes: Mapping[str, float] = field(default_factory=dict)  # facts of the cluster
     heads: Mapping[str, int] = field(
         default_factory=dict

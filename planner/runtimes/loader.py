@@ -134,6 +134,8 @@ LAUNCHES = (
     "moe_backward",
     "tp_forward",
     "tp_backward",
+    "softmax_forward",
+    "softmax_backward",
     "recompute",
     "fsdp_forward",
     "fsdp_backward",
