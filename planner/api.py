@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from planner.forms import layout_document
 from planner.infeasible import nothing_fits
 from planner.layout import RECOMPUTE, Layout, StageLayout
 from planner.layout_text import parse_request
-from planner.legality import check, check_fixed
+from planner.legality import Situation, check, check_fixed
+from planner.legality_warnings import warnings_for
 from planner.plan import Certificate, Plan, make_plan
 from planner.problem import make_setting
 from planner.provider import ModelProvider
@@ -110,7 +111,7 @@ def plan(
         alternative(solved, best.time_s, setting) for solved in found.near[1 : top + 1]
     ]
     answer["why_not"] = why_not_rows(provider, best, estimate_) if why_not else []
-    answer["warnings"] = warnings_of(best.layout, estimate_, setting)
+    answer["warnings"] = layout_warnings(best, setting) + warnings_of(estimate_, setting)
     answer["search"] = certificate_of(found)
     answer.plan = make_plan(
         setting.model,
@@ -187,7 +188,7 @@ def estimate(
     answer = Answer(request=request_of(setting))
     answer["verdict"] = verdict(result)
     answer.update(document(layout, stages, result, setting))
-    answer["warnings"] = warnings + warnings_of(layout, result, setting, checked=True)
+    answer["warnings"] = warnings + warnings_of(result, setting)
     if trace is not None or plot is not None:
         timeline = timeline_of(cost_row(layout, setting), stages)
         answer["prediction"]["simulated"] = simulated(timeline)
@@ -259,10 +260,7 @@ def document(
                 {
                     "layers": sum(stage.layers),
                     "layers_by_kind": dict(zip(names, stage.layers, strict=True)),
-                    "recompute": {
-                        name: sum(policies[p] for policies in stage.policies)
-                        for p, name in enumerate(RECOMPUTE)
-                    },
+                    "recompute": layers_by_policy([stage]),
                 }
                 for stage in stages
             ],
@@ -292,20 +290,43 @@ def alternative(solved: Solved, best_s: float, setting: Setting) -> dict[str, An
         "step_time_s": solved.time_s,
         "slower_fraction": solved.time_s / best_s - 1.0,
         "peak_memory_bytes": result.peak_memory_bytes,
+        "recompute": layers_by_policy(solved.stages),
         "breakdown_s": dict(result.breakdown_s),
     }
 
 
-def warnings_of(
-    layout: Layout, result: Estimate, setting: Setting, *, checked: bool = False
-) -> list[str]:
-    """What a person should know of this layout and of the facts under its prediction."""
-    found: list[str] = []
-    if not checked:
-        found += check(
-            layout, setting.model, setting.train, setting.cluster, setting.num_gpus, setting.runtime
+def layers_by_policy(stages: Iterable[StageLayout]) -> dict[str, int]:
+    """Layers under each recompute policy, of all kinds and stages."""
+    return {
+        name: sum(policies[p] for stage in stages for policies in stage.policies)
+        for p, name in enumerate(RECOMPUTE)
+    }
+
+
+def layout_warnings(best: Solved, setting: Setting) -> list[str]:
+    """What a person should know of the layout that the search found, and of its stages."""
+    counts = tuple(sum(stage.layers) for stage in best.stages)
+    found = warnings_for(
+        best.layout,
+        Situation(
+            setting.model,
+            setting.train,
+            setting.cluster,
+            setting.runtime,
+            setting.num_gpus,
+            counts,
+        ),
+    )
+    if len(set(counts)) > 1:
+        found.append(
+            "The stages hold unequal numbers of layers, so the launch must state those above."
         )
-    found += memory_warnings(result, setting.cluster.host_memory_bytes)
+    return found
+
+
+def warnings_of(result: Estimate, setting: Setting) -> list[str]:
+    """What a person should know of memory, and of the facts under the prediction."""
+    found = memory_warnings(result, setting.cluster.host_memory_bytes)
     device = setting.cluster.device
     curves = [
         (f"{p} matrix products", c.kind)

@@ -204,7 +204,8 @@ def microbatch_addends(row: Row, rank: int, stage: StageLayout) -> dict[str, flo
             put(name, stage.layers[k] * scalar(value))
         for p, n in enumerate(policies):
             if n:
-                put("recompute", n * scalar(named.layers[k].recompute_s[p]))
+                again = "activation_offload" if RECOMPUTE[p] == "offload" else "recompute"
+                put(again, n * scalar(named.layers[k].recompute_s[p]))
                 put("fsdp", n * scalar(named.fsdp_s[k][p]))
     edges = []
     if rank == 0:

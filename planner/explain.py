@@ -19,6 +19,7 @@ WORDS = {
     "memory_bound": "memory-bound passes",
     "head": "embedding, logits and loss",
     "recompute": "recompute",
+    "activation_offload": "activation offload",
     "tensor_parallel": "tensor-parallel communication",
     "context_parallel": "context-parallel communication",
     "expert_parallel": "expert all-to-all",
@@ -32,6 +33,16 @@ WORDS = {
     "gradient_norm": "gradient norm",
     "tied_embedding": "tied embedding reduction",
 }
+# Terms whose words are many, not one.
+PLURAL = (
+    "attention_gemm",
+    "mlp_gemm",
+    "expert_gemm",
+    "memory_bound",
+    "head",
+    "fsdp",
+    "pipeline_sends",
+)
 NEAR_LIMIT = 0.95
 
 
@@ -50,8 +61,9 @@ def contrast(best: Estimate, other: Estimate) -> Contrast:
     term = max(more, key=lambda name: more[name])
     if more[term] <= 0:
         return Contrast("none", "no term is larger: the same time within rounding")
-    text = f"{WORDS.get(term, term)} takes {seconds(more[term])} more"
-    if term == "recompute":
+    takes = "take" if term in PLURAL else "takes"
+    text = f"{WORDS.get(term, term)} {takes} {seconds(more[term])} more"
+    if term in ("recompute", "activation_offload"):
         peak = max(best.memory_bytes, key=lambda items: sum(items.values()))
         largest = max(peak, key=lambda name: peak[name])
         text += f": memory is short beside {gib(peak[largest])} of {largest}"

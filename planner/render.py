@@ -10,7 +10,8 @@ cost. Sections that the document does not have are left out. The keys:
 ``prediction``    step_time_s, lower_s, upper_s, tokens_per_s_per_gpu, mfu, hfu, breakdown_s,
                   communication {exposed_s, hidden_s}, memory_bytes (per stage, named addends),
                   peak_memory_bytes, capacity_bytes, stages (per stage {layers, recompute})
-``alternatives``  [{layout, step_time_s, slower_fraction, peak_memory_bytes}]
+``alternatives``  [{layout, step_time_s, slower_fraction, peak_memory_bytes, recompute {policy:
+                  layers}}]
 ``why_not``       [{degree, value, direction, layout, step_time_s, slower_fraction, term, text}]
 ``warnings``      sentences
 ``search``        enumerated, legal, fits, excluded_by_bound, solved, status, gap, wall_s,
@@ -77,7 +78,7 @@ def answer_lines(document: Document, width: int) -> list[Line]:
         lines += breakdown_section(document["prediction"], width)
         lines += memory_section(document["prediction"], width)
     if document.get("alternatives"):
-        lines += alternatives(document["alternatives"], width)
+        lines += alternatives(document, width)
     if document.get("why_not"):
         lines += why_not(document, width)
     if "warnings" in document:

@@ -10,44 +10,79 @@ from planner.words import count, gib, percent, seconds, signed_percent
 
 Document = Mapping[str, Any]
 
-# Columns of the alternatives: key, title, and the value at which a column that is equal
-# everywhere need not be shown.
-LAYOUT_COLUMNS: tuple[tuple[str, str, Any], ...] = (
-    ("tp", "tp", None),
-    ("cp", "cp", 1),
-    ("pp", "pp", None),
-    ("vpp", "vpp", 1),
-    ("dp", "dp", None),
-    ("ep", "ep", 1),
-    ("etp", "etp", 1),
-    ("zero", "zero", None),
-    ("micro_batch", "mb", None),
-    ("schedule", "schedule", "1f1b"),
-    ("offload", "offload", "none"),
+# Columns of the alternatives: key and title. Those not in ALWAYS are shown where they differ.
+LAYOUT_COLUMNS = (
+    ("tp", "tp"),
+    ("cp", "cp"),
+    ("cp_kind", "cp kind"),
+    ("pp", "pp"),
+    ("vpp", "vpp"),
+    ("dp", "dp"),
+    ("ep", "ep"),
+    ("etp", "etp"),
+    ("zero", "zero"),
+    ("shard", "shard"),
+    ("micro_batch", "mb"),
+    ("schedule", "schedule"),
+    ("offload", "offload"),
+    ("recompute", "recompute"),
 )
-TEXTS = ("schedule", "offload")
+ALWAYS = ("tp", "pp", "dp", "zero", "micro_batch")
+TEXTS = ("cp_kind", "schedule", "offload", "recompute")
 
 
-def alternatives(rows: Sequence[Document], width: int) -> list[Line]:
-    """The next best layouts, one a row."""
+def alternatives(document: Document, width: int) -> list[Line]:
+    """The next best layouts, one a row, by what differs among them or from the chosen one."""
+    rows = document["alternatives"]
     columns = [Column("#"), Column("step"), Column("slower"), Column("memory")]
+    told = [layout_words(row["layout"], row.get("recompute", {})) for row in rows]
+    stages = document.get("prediction", {}).get("stages", [])
+    chosen = layout_words(document["layout"], policies_of(stages))
     shown = [
         (key, title)
-        for key, title, quiet in LAYOUT_COLUMNS
-        if quiet is None or any(row["layout"][key] != quiet for row in rows)
+        for key, title in LAYOUT_COLUMNS
+        if key in ALWAYS or any(one[key] != chosen[key] for one in told)
     ]
-    columns += [Column(title, "<" if key in TEXTS else ">") for key, title in shown]
+    columns += [
+        Column(title, "<" if key in TEXTS else ">", "", key == "recompute") for key, title in shown
+    ]
     cells = [
         [
             str(number),
             seconds(row["step_time_s"]),
             signed_percent(row["slower_fraction"]),
             gib(row["peak_memory_bytes"]),
-            *(str(row["layout"][key]) for key, _ in shown),
+            *(one[key] for key, _ in shown),
         ]
-        for number, row in enumerate(rows, start=2)
+        for number, (row, one) in enumerate(zip(rows, told, strict=True), start=2)
     ]
-    return heading("Alternatives") + table(columns, cells, width)
+    lines = heading("Alternatives") + table(columns, cells, width)
+    return lines + paragraph("What no column tells is as in the layout above.", width, style="dim")
+
+
+def layout_words(layout: Document, policies: Mapping[str, int]) -> dict[str, str]:
+    """What a row of the alternatives says of a layout; a dash where a field means nothing."""
+    told = {key: str(layout[key]) for key, _ in LAYOUT_COLUMNS}
+    if layout["cp"] == 1:
+        told["cp_kind"] = "–"
+    if layout["zero"] == 0:
+        told["shard"] = "–"
+    used = {name: layers for name, layers in policies.items() if layers}
+    told["recompute"] = (
+        next(iter(used))
+        if len(used) == 1
+        else ", ".join(f"{name} {layers}" for name, layers in used.items())
+    )
+    return told
+
+
+def policies_of(stages: Sequence[Document]) -> dict[str, int]:
+    """Layers under each recompute policy, over all stages."""
+    total: dict[str, int] = {}
+    for stage in stages:
+        for name, layers in stage["recompute"].items():
+            total[name] = total.get(name, 0) + layers
+    return total
 
 
 def why_not(document: Document, width: int) -> list[Line]:

@@ -8,7 +8,7 @@ from typing import Any
 from hwprofiles.units import from_si
 
 # What a layout is called by, in this order, where it differs from the default.
-DEGREES = (
+DEGREES: tuple[tuple[str, int | str], ...] = (
     ("tp", 1),
     ("cp", 1),
     ("pp", 1),
@@ -18,6 +18,7 @@ DEGREES = (
     ("etp", 1),
     ("zero", 0),
     ("micro_batch", 1),
+    ("offload", "none"),
 )
 
 

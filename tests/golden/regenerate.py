@@ -1,4 +1,4 @@
-"""Write the golden texts anew: ``python tests/golden/regenerate.py``; then read the difference."""
+"""Write the golden texts anew: ``python -m tests.golden.regenerate``; then read the difference."""
 
 import json
 from pathlib import Path

@@ -87,6 +87,46 @@ def test_stage_that_does_not_fit_says_so() -> None:
     ) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("shard", 2, "2"),
+        ("cp_kind", "ulysses", "ulysses"),
+        ("offload", "optimizer-cpu", "optimizer-cpu"),
+        ("schedule", "zero-bubble", "zero-bubble"),
+        ("etp", 2, "2"),
+    ],
+)
+def test_rows_of_the_alternatives_never_look_alike(field: str, value: Any, told: str) -> None:
+    document = copy.deepcopy(DOCUMENT)
+    first = document["alternatives"][0]
+    first["layout"]["cp"] = document["layout"]["cp"] = 2
+    second = copy.deepcopy(first)
+    second["layout"][field] = value
+    document["alternatives"] = [first, second]
+    section = answer_text(document, 120).partition("Alternatives")[2].partition("Why not")[0]
+    rows = [line.split()[1:] for line in section.splitlines() if line.split()[:1] in (["2"], ["3"])]
+    assert len(rows) == 2
+    assert rows[0] != rows[1]
+    assert told in rows[1]
+
+
+def test_rows_of_the_alternatives_tell_another_recompute() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    row = document["alternatives"][0] | {"recompute": {"none": 0, "full": 80}}
+    document["alternatives"] = [row]
+    assert re.search(r"^  2 .* full$", answer_text(document, 120), re.MULTILINE)
+
+
+def test_what_all_have_in_common_takes_no_column() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    for layout in (document["layout"], *(row["layout"] for row in document["alternatives"])):
+        layout["offload"] = "optimizer-cpu"
+    section = answer_text(document, 120).partition("Alternatives")[2].partition("Why not")[0]
+    assert "offload" not in section
+    assert "as in the layout above" in section
+
+
 def test_estimate_without_search_leaves_its_sections_out() -> None:
     document = {key: DOCUMENT[key] for key in ("request", "layout", "prediction", "warnings")}
     text = answer_text(document | {"warnings": []})
