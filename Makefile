@@ -35,6 +35,8 @@ demo: $(VENV)/.demo
 		--global-batch-size 64 --seq-len 8192 -o $(VENV)/plan.json
 	$(BIN)/shardwise estimate llama-3-8b --cluster dgx-h100 --nodes 1 \
 		--global-batch-size 64 --seq-len 8192 --layout "tp=2 dp=4 zero=1 recompute=full"
+	$(BIN)/shardwise plan gpt2 --cluster local --gpus 2 --precision fp32 --runtime shardwise \
+		--global-batch-size 8 --seq-len 256
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n 2
@@ -45,4 +47,5 @@ lint: $(VENV)/.dev
 	$(BIN)/python -m mypy
 
 bench: $(VENV)/.demo
-	$(BIN)/python tests/benchmarks/plans.py
+	$(BIN)/python tests/benchmarks/rates.py; rates=$$?; \
+	$(BIN)/python tests/benchmarks/plans.py && exit $$rates

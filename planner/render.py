@@ -165,7 +165,8 @@ def layout_rows(layout: Document) -> list[list[str]]:
     size = layout["micro_batch"]
     sequences = "1 sequence" if size == 1 else f"{size} sequences"
     count = layout["num_microbatches"]
-    rows.append(["micro-batch", str(size), f"{sequences}, {count:,} micro-batches a step"])
+    passes = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
+    rows.append(["micro-batch", str(size), f"{sequences}, {passes} a step"])
     if layout["offload"] != "none":
         rows.append(["offload", "", layout["offload"]])
     return rows

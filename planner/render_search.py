@@ -65,8 +65,12 @@ def layout_words(layout: Document, policies: Mapping[str, int]) -> dict[str, str
     told = {key: str(layout[key]) for key, _ in LAYOUT_COLUMNS}
     if layout["cp"] == 1:
         told["cp_kind"] = "–"
+    if layout["pp"] == 1:
+        told["schedule"] = "–"
     if layout["zero"] == 0:
         told["shard"] = "–"
+    elif layout["shard"] == layout["dp"] * layout["cp"]:
+        told["shard"] = "all"
     used = {name: layers for name, layers in policies.items() if layers}
     told["recompute"] = (
         next(iter(used))
