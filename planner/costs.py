@@ -36,6 +36,7 @@ class Traffic:
     up_s: Any
     again_s: Any
     down_s: Any
+    copy_s: Any
     reduce_s: Any
     gather_s: Any
     ops: tuple[CommOp, ...] = ()
@@ -45,6 +46,7 @@ class Traffic:
             self.up_s + other.up_s,
             self.again_s + other.again_s,
             self.down_s + other.down_s,
+            self.copy_s + other.copy_s,
             self.reduce_s + other.reduce_s,
             self.gather_s + other.gather_s,
             self.ops + other.ops,
@@ -107,11 +109,18 @@ def traffic_of(
     each = [seconds(*args) for args in zip(ops, members, strides, strict=True)]
     reduce_s, gather_s = each[0] + each[1] + each[2], each[3]
     gathers, reduces = data_parallel.per_microbatch(layout, runtime)
+    several = np.asarray(groups.shard) > 1
+    moved = (
+        params * gathers * np.where(several, runtime.gather_copy_bytes, 0.0)
+        + trained * np.where(reduces & several, runtime.reduce_copy_bytes, 0.0)
+        + trained * runtime.accumulate_bytes
+    )
     timed = tuple(replace(op, total_s=op.count * one) for op, one in zip(ops, each, strict=True))
     return Traffic(
         np.where(gathers >= 1, gather_s, 0.0),
         np.where(gathers >= 2, gather_s, 0.0),
         np.where(reduces, reduce_s, 0.0),
+        moved / setting.cluster.device.achieved_memory_bytes_per_s,
         np.where(reduces, 0.0, reduce_s),
         np.where(gathers >= 1, 0.0, gather_s),
         timed,
@@ -125,6 +134,11 @@ def exposed(total: Any, share: float, window: Any, setting: Setting) -> Any:
     if setting.overlap == "none":
         return total
     return total - np.minimum(share * np.asarray(total), window)
+
+
+def comm_share(setting: Setting) -> float:
+    """Share of the device that running collectives take from compute beside them."""
+    return min(1.0, setting.runtime.comm_sms / setting.cluster.device.num_sms)
 
 
 def streaming_s(traffic: Traffic, forward_s: Any, backward_s: Any, setting: Setting) -> Any:
@@ -141,9 +155,9 @@ def streaming_s(traffic: Traffic, forward_s: Any, backward_s: Any, setting: Sett
     forward = exposed(up, gather, forward_s, setting)
     hidden = gather * again + reduce * down
     backward = exposed(again + down, 1.0, np.minimum(hidden, backward_s), setting)
-    result = forward + backward
+    result = forward + backward + traffic.copy_s
     if setting.overlap == "runtime":
-        result = result + runtime.comm_sm_fraction * (up + again + down - forward - backward)
+        result = result + comm_share(setting) * (up + again + down - forward - backward)
     return result
 
 

@@ -111,6 +111,7 @@ def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
             blocks("up_s"),
             blocks("again_s"),
             blocks("down_s"),
+            blocks("copy_s"),
             blocks("reduce_s"),
             blocks("gather_s"),
             np.array([[scalar(items["optimizer"]) for items in updates]]),
@@ -206,17 +207,20 @@ def microbatch_addends(row: Row, rank: int, stage: StageLayout) -> dict[str, flo
             if n:
                 again = "activation_offload" if RECOMPUTE[p] == "offload" else "recompute"
                 put(again, n * scalar(named.layers[k].recompute_s[p]))
-                put("fsdp", n * scalar(named.fsdp_s[k][p]))
+                copies = scalar(named.traffic[k].copy_s)
+                put("fsdp", n * (scalar(named.fsdp_s[k][p]) - copies))
+                put("gradient_copies", n * copies)
     edges = []
     if rank == 0:
-        edges.append((named.first, named.fsdp_first_s))
+        edges.append((named.first, named.fsdp_first_s, named.traffic[-2]))
     if rank == row.head_stage:
-        edges.append((named.head, named.fsdp_head_s))
-    for costs, fsdp in edges:
+        edges.append((named.head, named.fsdp_head_s, named.traffic[-1]))
+    for costs, fsdp, traffic in edges:
         for part in (costs.forward_s, costs.backward_s):
             for name, value in part.items():
                 put("head" if name == "memory_bound" else name, value)
-        put("fsdp", fsdp)
+        put("fsdp", scalar(fsdp) - scalar(traffic.copy_s))
+        put("gradient_copies", traffic.copy_s)
     put("pipeline_sends", row.sums.stage_s)
     return items
 

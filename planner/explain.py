@@ -24,6 +24,7 @@ WORDS = {
     "context_parallel": "context-parallel communication",
     "expert_parallel": "expert all-to-all",
     "fsdp": "parameter gathers and gradient scatters of sharding",
+    "gradient_copies": "copies of parameters and gradients",
     "launch": "waiting for kernel launches",
     "pipeline_sends": "pipeline sends",
     "pipeline_bubble": "pipeline bubble",

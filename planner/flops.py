@@ -129,6 +129,9 @@ def attention_operations(
         )
     if spec.qk_norm != "none":
         ops.append(norm("qk_norm", 1, (q_width + k_width) * tokens, x, keeps_output=False))
+    if x.passes["layout_backward"] and spec.kind == "gqa":
+        moved = x.passes["layout_backward"] * e / 2 * (q_width + k_width + v_width) * tokens
+        ops.append(Operation("layout", "memory_bound", backward_bytes=moved))
     if model.positions == "rotary":
         rotated = q_width + k_width
         if spec.kind == "mla":

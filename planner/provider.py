@@ -32,7 +32,7 @@ from planner.tables import LayerSums, Memo, StateSums, Tables, stacked, wide
 
 OFFLOADED = RECOMPUTE.index("offload")
 LEAST_COLUMNS = ("tp", "cp", "ep", "etp", "pp")
-TRAFFIC = ("up_s", "again_s", "down_s", "reduce_s", "gather_s")
+TRAFFIC = ("up_s", "again_s", "down_s", "copy_s", "reduce_s", "gather_s")
 CELL_RULES = (
     "degrees",
     "training",
@@ -196,7 +196,7 @@ class ModelProvider:
         traffic = state.traffic(kinds)
         backward = layers.backward_s[:, :, None] + layers.extra_s
         seconds = layers.forward_s[:, :, None] + backward
-        streams = np.flatnonzero((traffic.up_s + traffic.down_s).any(axis=1))
+        streams = np.flatnonzero((traffic.up_s + traffic.down_s + traffic.copy_s).any(axis=1))
         if streams.size:
             some = Traffic(*[getattr(traffic, f)[streams][:, :, None] for f in TRAFFIC])
             forward = layers.forward_s[streams][:, :, None]

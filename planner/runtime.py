@@ -91,8 +91,13 @@ class Runtime:
         Schedules whose pipeline sends hide behind compute.
     tp_overlap_fraction, cp_overlap_fraction, ep_overlap_fraction
         Share of that traffic hidden when compute is long enough.
-    comm_sm_fraction
-        Share of SMs that running collectives take from compute that overlaps them.
+    comm_sms
+        SMs that a running collective takes from compute beside it.
+    accumulate_bytes
+        HBM bytes per local parameter and micro-batch that add gradients to the accumulated ones,
+        where the weight-gradient product does not do it.
+    gather_copy_bytes, reduce_copy_bytes
+        HBM bytes per unsharded parameter that each gather and each reduction copy.
     pass_bytes
         Bytes moved per token and per unit of width by memory-bound operations, forward and
         backward: see `planner.flops.PASSES` for the names.
@@ -162,7 +167,10 @@ class Runtime:
     tp_overlap_fraction: float
     cp_overlap_fraction: float
     ep_overlap_fraction: float
-    comm_sm_fraction: float
+    comm_sms: float
+    accumulate_bytes: float
+    gather_copy_bytes: float
+    reduce_copy_bytes: float
     moe_host_sync_s: float
     step_bytes_full: float
     step_bytes_owned: float

@@ -119,6 +119,7 @@ class StateSums:
     up_s: Array
     again_s: Array
     down_s: Array
+    copy_s: Array
     reduce_s: Array
     gather_s: Array
     optimizer_s: Array
@@ -132,6 +133,7 @@ class StateSums:
             self.up_s[:, blocks],
             self.again_s[:, blocks],
             self.down_s[:, blocks],
+            self.copy_s[:, blocks],
             self.reduce_s[:, blocks],
             self.gather_s[:, blocks],
         )
@@ -201,7 +203,7 @@ class Tables:
         return (
             *(
                 stacked([getattr(t, name) for t in state.traffic], size)
-                for name in ("up_s", "again_s", "down_s", "reduce_s", "gather_s")
+                for name in ("up_s", "again_s", "down_s", "copy_s", "reduce_s", "gather_s")
             ),
             stacked(state.optimizer_s, size),
             stacked([sum(items.values()) for items in blocks], size),

@@ -22,6 +22,7 @@ from planner.specs import OPTIMIZERS, PRECISIONS
 
 KINDS = ("datasheet", "derived", "measured", "assumed")
 UNITS = (
+    "SMs",
     "B",
     "B/param",
     "B/element",
@@ -95,7 +96,10 @@ _TIME = (
     "tp_overlap_fraction",
     "cp_overlap_fraction",
     "ep_overlap_fraction",
-    "comm_sm_fraction",
+    "comm_sms",
+    "accumulate_bytes",
+    "gather_copy_bytes",
+    "reduce_copy_bytes",
     "moe_host_sync_s",
     "step_bytes_full",
     "step_bytes_owned",
@@ -114,6 +118,7 @@ PASS_BYTES = (
     "plain_backward",
     "rotary_forward",
     "rotary_backward",
+    "layout_backward",
     "loss",
     "permute_forward",
     "permute_backward",
