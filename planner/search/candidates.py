@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import LayoutError
-from planner.layout import SCHEDULES, Layout
+from planner.layout import OFFLOADS, SCHEDULES, Layout
 from planner.search.provider import (
     ALL_AXES,
     CELL_AXES,
@@ -29,6 +29,7 @@ _DEFAULT = Layout()
 _INTERLEAVED = SCHEDULES.index("interleaved")
 _DUALPIPE = SCHEDULES.index("dualpipe")
 _ONE_F_ONE_B = SCHEDULES.index("1f1b")
+_NOT_OFFLOADED = OFFLOADS.index("none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Candidates:
     the options of cell i are rows ``state_start[i] + 0 .. state_count[i]-1`` (and alike for pipe).
     Row j of cell i, ``0 <= j < state_count[i] * pipe_count[i]``, is state option ``j //
     pipe_count`` with pipeline option ``j % pipe_count``. `enumerated` counts the product before
-    legality.
+    legality; `refused` the rows whose pipeline option is legal in the cell, but not with the row's
+    ZeRO stage: who builds rows asks about them once more.
     """
 
     cells: Layout
@@ -50,6 +52,7 @@ class Candidates:
     pipe_start: Index
     pipe_count: Index
     enumerated: int
+    refused: int = 0
 
     @property
     def num_cells(self) -> int:
@@ -57,12 +60,12 @@ class Candidates:
 
     @property
     def counts(self) -> Index:
-        """Legal layouts of every cell, in closed form."""
+        """Rows of every cell, in closed form; all legal but those that `refused` counts."""
         return self.state_count * self.pipe_count
 
     @property
     def num_legal(self) -> int:
-        return int(self.counts.sum())
+        return int(self.counts.sum()) - self.refused
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -117,8 +120,9 @@ def candidates(provider: CostProvider, space: Space | None = None) -> Candidates
     keep = np.flatnonzero(state_count)
     cells = cells.take(keep)
     state_start, state_count = state_start[keep], state_count[keep]
-    leanest = {name: column[state_start] for name, column in state.items()}
-    pipe, pipe_start, pipe_count = _pipe_table(provider, space, cells, leanest, pipe_options)
+    pipe, pipe_start, pipe_count, refused = _pipe_table(
+        provider, cells, state, (state_start, state_count), pipe_options
+    )
     keep = np.flatnonzero(pipe_count)
     return Candidates(
         cells=cells.take(keep),
@@ -129,6 +133,7 @@ def candidates(provider: CostProvider, space: Space | None = None) -> Candidates
         pipe_start=pipe_start[keep],
         pipe_count=pipe_count[keep],
         enumerated=enumerated,
+        refused=refused,
     )
 
 
@@ -182,18 +187,24 @@ def _coarse_cells(space: Space) -> Layout:
 
 
 def _state_options(space: Space, ranks: int) -> list[tuple[int, int, int]]:
-    """(zero, shard, offload) for a given ``dp * cp``. Sharding over one rank is no sharding."""
+    """(zero, shard, offload) for a given ``dp * cp``.
+
+    Sharding over one rank is no sharding, but what is offloaded differs by ZeRO stage even there.
+    """
     zeros = _values(space, "zero")
     shards = space.values.get("shard")
     found = []
     for zero in zeros:
-        if zero == 0 or (ranks == 1 and 0 not in zeros):
+        offloads = _values(space, "offload")
+        if zero > 0 and ranks == 1 and 0 in zeros:
+            offloads = tuple(o for o in offloads if o != _NOT_OFFLOADED)
+        if zero == 0 or ranks == 1:
             legal_shards: tuple[int, ...] = (1,) if shards is None or 1 in shards else ()
         else:
             legal_shards = tuple(
                 s for s in divisors(ranks) if s > 1 and (shards is None or s in shards)
             )
-        found += [(zero, s, o) for s in legal_shards for o in _values(space, "offload")]
+        found += [(zero, s, o) for s in legal_shards for o in offloads]
     return found
 
 
@@ -280,11 +291,13 @@ def _state_table(
 
 def _pipe_table(
     provider: CostProvider,
-    space: Space,
     cells: Layout,
-    leanest: Mapping[str, Index],
+    state: Mapping[str, Index],
+    state_range: tuple[Index, Index],
     pipe_options: list[tuple[int, int]],
-) -> tuple[dict[str, Index], Index, Index]:
+) -> tuple[dict[str, Index], Index, Index, int]:
+    """Pipeline options that are legal with some ZeRO stage of a cell, and the rows that are not."""
+    state_start, state_count = state_range
     representative, group = _group(cells, provider.pipe_key)
     pp = np.asarray(cells.pp)[representative]
     by_pp = {int(p): _options_for(pipe_options, int(p)) for p in np.unique(pp)}
@@ -292,13 +305,25 @@ def _pipe_table(
     flat = np.array([o for p in pp for o in by_pp[int(p)]], dtype=np.int64).reshape(-1, 2)
     owner = np.repeat(np.arange(pp.size), sizes)
     num_layers = len(provider.layer_kinds)
-    legal = flat[:, 1] * pp[owner] <= num_layers
-    index = np.flatnonzero(legal)
-    asked = representative[owner[index]]
-    table = _with(cells, asked, {n: c[asked] for n, c in leanest.items()})
-    legal[index] = provider.legal(table.with_(schedule=flat[index, 0], vpp=flat[index, 1]))
-    kept = np.flatnonzero(legal)
+    deep = flat[:, 1] * pp[owner] <= num_layers
+    # A schedule that splits the backward may want gradients sharded: ask with every ZeRO stage.
+    by_zero = []
+    for zero in np.unique(state["zero"]):
+        of_zero = np.concatenate([[0], np.cumsum(state["zero"] == zero)])
+        at = np.searchsorted(of_zero, of_zero[state_start] + 1) - 1  # the first of a cell's own
+        options = of_zero[state_start + state_count] - of_zero[state_start]
+        legal = deep & (options > 0)[representative[owner]]
+        index = np.flatnonzero(legal)
+        asked = representative[owner[index]]
+        table = _with(cells, asked, {n: c[at[asked]] for n, c in state.items()})
+        legal[index] = provider.legal(table.with_(schedule=flat[index, 0], vpp=flat[index, 1]))
+        by_zero.append((options, legal))
+    kept = np.flatnonzero(np.any([legal for _, legal in by_zero], axis=0))
     count = np.bincount(owner[kept], minlength=pp.size).astype(np.int64)
+    refused = sum(
+        int((options * (count - np.bincount(owner[legal], minlength=pp.size))[group]).sum())
+        for options, legal in by_zero
+    )
     start = np.cumsum(count) - count
     columns = {name: flat[kept, i] for i, name in enumerate(PIPE_AXES)}
-    return columns, start[group], count[group]
+    return columns, start[group], count[group], refused

@@ -47,7 +47,7 @@ def every_layout(provider: CostProvider) -> list[Layout]:
         for zero, shard, offload in product(values("zero"), shards, values("offload")):
             if "shard" in space.values and shard not in space.values["shard"]:
                 continue
-            sharded = shard > 1 or (dp * cp == 1 and 0 not in values("zero"))
+            sharded = shard > 1 or (dp * cp == 1 and (offload > 0 or 0 not in values("zero")))
             if (zero == 0 and shard > 1) or (zero > 0 and not sharded):
                 continue
             for schedule, vpp in product(values("schedule"), values("vpp")):

@@ -3,8 +3,8 @@
 The search owns enumeration. A *cell* fixes the coarse axes (`CELL_AXES`; dp follows from them), a
 *row* adds the fine ones: *state* options (zero, shard, offload) and *pipeline* options (schedule,
 vpp). Given a legal cell, a state option is legal or not by the fields `state_key` alone and a
-pipeline option by `pipe_key` alone, so that legal rows of a cell = legal state options x legal
-pipeline options, a closed form. Rows that pass the bounds are checked with `legal` once more, and
+pipeline option by `pipe_key` and the row's ZeRO stage, so that legal rows of a cell = legal state
+options x legal pipeline options, less those that their stage refuses: a closed form. Rows that pass the bounds are checked with `legal` once more, and
 refused ones dropped.
 """
 
@@ -25,7 +25,7 @@ STATE_AXES = ("zero", "shard", "offload")
 PIPE_AXES = ("schedule", "vpp")
 ALL_AXES = (*CELL_AXES, "dp", *STATE_AXES, *PIPE_AXES)
 STATE_KEY = ("dp", "cp", "pp")
-PIPE_KEY = ("pp", "dp", "micro_batch")
+PIPE_KEY = ("pp", "dp", "cp", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class ToyCosts:
         good &= ~interleaved | (m % rows.pp == 0)
         good &= (rows.zero != 3) | (rows.pp <= 4)
         good &= (rows.offload == 0) | (rows.zero > 0)
+        split = rows.schedule == SCHEDULES.index("zero-bubble")
+        good &= ~split | (rows.pp == 1) | (rows.zero == 1) | (rows.dp * rows.cp == 1)
         return good & (rows.pp * rows.vpp <= len(self.layer_kinds)) & self.legal_cells(rows)
 
     def stage_costs(self, rows: Layout, cell: Any = None) -> StageCosts:
