@@ -4,8 +4,8 @@ The search owns enumeration. A *cell* fixes the coarse axes (`CELL_AXES`; dp fol
 *row* adds the fine ones: *state* options (zero, shard, offload) and *pipeline* options (schedule,
 vpp). Given a legal cell, a state option is legal or not by the fields `state_key` alone and a
 pipeline option by `pipe_key` and the row's ZeRO stage, so that legal rows of a cell = legal state
-options x legal pipeline options, less those that their stage refuses: a closed form. Rows that pass the bounds are checked with `legal` once more, and
-refused ones dropped.
+options x legal pipeline options, less those that their stage refuses: a closed form. Rows that pass
+the bounds are checked with `legal` once more, and refused ones dropped.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def problems(draw: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.timeout(400)
 @SETTINGS
 @given(problem=problems())
 def test_search_equals_brute_force(toy: Any, problem: dict[str, Any]) -> None:
