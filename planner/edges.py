@@ -18,14 +18,7 @@ def edge_costs(
 ) -> tuple[LayerCosts, LayerCosts]:
     """Embedding (with the encoder tower) and head with loss, for a table of layouts."""
     model, train, runtime = setting.model, setting.train, setting.runtime
-    x = shard_of(
-        layout,
-        model,
-        train,
-        sequence_parallel=runtime.sequence_parallel,
-        flash=setting.flash,
-        passes=runtime.pass_bytes,
-    )
+    x = shard_of(layout, model, train, runtime, flash=setting.flash)
     first, head = LayerCosts(), LayerCosts()
     accumulate(first, embedding_operations(model, x), setting)
     accumulate(head, head_operations(model, x, padded_vocab), setting)

@@ -144,6 +144,7 @@ def attention_operations(
                 "memory_bound",
                 forward_bytes=x.passes["rotary_forward"] * e / 2 * rotated * tokens,
                 backward_bytes=x.passes["rotary_backward"] * e / 2 * rotated * tokens,
+                kept_bytes=x.kept_extra["rotary"] * rotated * tokens,
                 modules=("norm",),
             )
         )
@@ -270,7 +271,7 @@ def mlp_operations(
             "memory_bound",
             forward_bytes=x.passes[f"{kind}_forward"] * e / 2 * size,
             backward_bytes=x.passes[f"{kind}_backward"] * e / 2 * size,
-            kept_bytes=x.input_bytes * size,
+            kept_bytes=(x.input_bytes + (x.kept_extra["gated"] if gated else 0.0)) * size,
             modules=act,
         ),
         linear(
@@ -415,6 +416,10 @@ def layer_operations(
     if kind.moe is not None:
         ops += moe_operations(model, kind.moe, x, frozen)
     ops.append(residual("mlp_residual", h, x, kept=False))
+    if x.kept_extra["gathered"]:
+        blocks = 1 if kind.parallel else 2
+        kept = x.kept_extra["gathered"] * blocks * h * x.tokens * (np.asarray(x.tp) > 1)
+        ops.append(Operation("gathered_inputs", "memory_bound", kept_bytes=kept))
     return ops
 
 

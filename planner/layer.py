@@ -52,6 +52,7 @@ class LayerCosts:
     recompute_flops: list[Any] = field(default_factory=lambda: [0.0] * len(RECOMPUTE))
     kept_bytes: list[Any] = field(default_factory=lambda: [0.0] * len(RECOMPUTE))
     working_bytes: list[Any] = field(default_factory=lambda: [0.0] * len(RECOMPUTE))
+    gradient_bytes: Any = 0.0
     hidden_s: Any = 0.0
     forward_flops: Any = 0.0
     comm_ops: list[CommOp] = field(default_factory=list)
@@ -78,6 +79,7 @@ class LayerCosts:
             [pick(v) for v in self.recompute_flops],
             [pick(v) for v in self.kept_bytes],
             [pick(v) for v in self.working_bytes],
+            pick(self.gradient_bytes),
             pick(self.hidden_s),
             pick(self.forward_flops),
             [
@@ -112,6 +114,8 @@ def accumulate(costs: LayerCosts, operations: Sequence[Operation], setting: Sett
         costs.recompute_flops[1] = costs.recompute_flops[1] + dropped * op.flops
         costs.recompute_s[2] = costs.recompute_s[2] + forward
         costs.recompute_flops[2] = costs.recompute_flops[2] + op.flops
+    largest = recompute.gradient_bytes(operations, setting.element_bytes)
+    costs.gradient_bytes = np.maximum(costs.gradient_bytes, largest)
     for p, policy in enumerate(RECOMPUTE):
         costs.kept_bytes[p] = costs.kept_bytes[p] + recompute.kept_bytes(
             operations, policy, modules
@@ -184,14 +188,7 @@ def add_comm(
 def dense_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) -> LayerCosts:
     """Attention, norms, dense MLP, shared expert; with tensor and context parallel traffic."""
     model, train, runtime = setting.model, setting.train, setting.runtime
-    x = shard_of(
-        layout,
-        model,
-        train,
-        sequence_parallel=runtime.sequence_parallel,
-        flash=setting.flash,
-        passes=runtime.pass_bytes,
-    )
+    x = shard_of(layout, model, train, runtime, flash=setting.flash)
     costs = LayerCosts()
     ops = layer_operations(model, replace(kind, moe=None), x, cp_kind=layout.cp_kind, frozen=frozen)
     accumulate(costs, ops, setting)
@@ -224,14 +221,7 @@ def moe_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) ->
     costs = LayerCosts()
     if kind.moe is None:
         return costs
-    x = shard_of(
-        layout,
-        model,
-        train,
-        sequence_parallel=runtime.sequence_parallel,
-        flash=setting.flash,
-        passes=runtime.pass_bytes,
-    )
+    x = shard_of(layout, model, train, runtime, flash=setting.flash)
     accumulate(costs, moe_operations(model, kind.moe, x, frozen), setting)
     compute = {"forward": costs.forward_total_s, "backward": costs.backward_total_s}
     ops = expert_parallel.comm_ops(
@@ -264,6 +254,7 @@ def merged(first: LayerCosts, second: LayerCosts) -> LayerCosts:
         (total.working_bytes, first.working_bytes, second.working_bytes),
     ):
         target[:] = [a + b for a, b in zip(one, two, strict=True)]
+    total.gradient_bytes = np.maximum(first.gradient_bytes, second.gradient_bytes)
     total.hidden_s = first.hidden_s + second.hidden_s
     total.forward_flops = first.forward_flops + second.forward_flops
     total.comm_ops = [*first.comm_ops, *second.comm_ops]
@@ -351,6 +342,7 @@ def layer_costs(kind: LayerSpec, layout: Layout, setting: Setting) -> LayerCosts
     add_dequantization(costs, kind, layout, setting)
     compute = costs.forward_total_s
     add_host(costs, kind, layout, setting)
+    costs.working_bytes = [work + costs.gradient_bytes for work in costs.working_bytes]
     link = setting.host_link_bytes_per_s
     whole = costs.kept_bytes[0]
     backward = costs.backward_total_s

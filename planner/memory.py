@@ -208,12 +208,13 @@ def memory_items(layout: Layout, params: RankParameters, setting: Setting) -> Me
         + (alive + np.where(root & ~kept & (setting.train.lora is None), size.reduce, 0.0))
         * params.head
     )
-    bucket = runtime.bucket_elements * size.reduce
-    reducing = (np.asarray(layout.dp) * layout.cp > 1) & (np.asarray(layout.zero) < 3)
+    reducing = np.asarray(layout.dp) * layout.cp > 1
+    several = setting.num_gpus > 1
     fixed = {
         "unsharded": stretch * window_bytes(params, layout, setting, size),
-        "buffers": runtime.comm_bytes_per_group * communicators(layout)
-        + stretch * np.where(reducing, bucket, 0.0)
+        "buffers": (runtime.comm_base_bytes if several else 0.0)
+        + runtime.comm_bytes_per_group * communicators(layout)
+        + stretch * np.where(reducing, runtime.reduce_buffer_bytes, 0.0)
         + runtime.cublas_workspace_bytes,
         "context": runtime.context_bytes + 0.0 * np.asarray(layout.tp),
     }

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from planner.layout import Layout
+from planner.runtime import Runtime
 from planner.specs import ModelSpec, TrainSpec
 
 QUANTIZED = ("fp8", "fp4")
@@ -128,6 +129,7 @@ class Operation:
 class Shard:
     """What one rank sees of a micro-batch.
 
+    `casts_weights`: fp8 weights are cast anew in every pass, not once a step.
     `tokens` T = b s / c; `token_rows` T / t under sequence parallelism, else T; `element_bytes` of
     an activation, `input_bytes` of a saved GEMM input (1 where GEMMs run in fp8).
     """
@@ -146,22 +148,17 @@ class Shard:
     flash: bool
     imbalance: float
     quantized: bool
+    casts_weights: bool
     passes: Mapping[str, float]
-    sequence_parallel: bool
+    kept_extra: Mapping[str, float]
 
 
 def shard_of(
-    layout: Layout,
-    model: ModelSpec,
-    train: TrainSpec,
-    *,
-    sequence_parallel: bool,
-    flash: bool,
-    passes: Mapping[str, float],
+    layout: Layout, model: ModelSpec, train: TrainSpec, runtime: Runtime, *, flash: bool
 ) -> Shard:
     """The share of a micro-batch that one rank of `layout` works on."""
     tokens = layout.micro_batch * train.seq_len / np.asarray(layout.cp)
-    split = np.asarray(layout.tp) if sequence_parallel else np.ones_like(np.asarray(layout.tp))
+    split = np.asarray(layout.tp) if runtime.sequence_parallel else np.ones_like(layout.tp)
     element = 4.0 if train.precision == "fp32" else 2.0
     return Shard(
         tokens=tokens,
@@ -178,8 +175,9 @@ def shard_of(
         flash=flash,
         imbalance=train.router_imbalance,
         quantized=train.precision in QUANTIZED,
-        passes=passes,
-        sequence_parallel=sequence_parallel,
+        casts_weights=runtime.weight_shard_is_master,
+        passes=runtime.pass_bytes,
+        kept_extra=runtime.kept_extra,
     )
 
 
@@ -203,6 +201,8 @@ def linear(
     scale = x.element_bytes / 2
     forward = x.passes["fp8_cast_forward"] * groups * m * k if quantized else 0.0
     backward = x.passes["fp8_cast_backward"] * groups * m * n if quantized else 0.0
+    if quantized and x.casts_weights:
+        forward = forward + x.passes["fp8_weight_cast"] * groups * n * k
     if bias:
         backward = backward + x.passes["bias_backward"] * scale * groups * m * n
     return Operation(
@@ -225,7 +225,7 @@ def norm(name: str, width: Any, rows: Any, x: Shard, *, keeps_output: bool = Tru
         "memory_bound",
         forward_bytes=x.passes["norm_forward"] * scale * width * rows,
         backward_bytes=x.passes["norm_backward"] * scale * width * rows,
-        kept_bytes=x.input_bytes * width * rows if keeps_output else 0.0,
+        kept_bytes=(x.input_bytes + x.kept_extra["norm"]) * width * rows if keeps_output else 0.0,
         modules=("norm",),
     )
 

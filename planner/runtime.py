@@ -101,6 +101,9 @@ class Runtime:
     pass_bytes
         Bytes moved per token and per unit of width by memory-bound operations, forward and
         backward: see `planner.flops.PASSES` for the names.
+    kept_extra
+        Bytes kept beyond fused kernels, per token and unit of width: ``gated`` (MLP width), ``norm``
+        (hidden), ``rotary`` (q and k width); ``gathered`` (hidden, not split by tp) per block.
     launches
         Kernels launched from the host: per layer forward and backward by part (``attention``,
         ``mlp``, ``moe``, ``tp``, ``recompute`` ...).
@@ -153,6 +156,8 @@ class Runtime:
     bucket_elements: float
     context_bytes: float
     comm_bytes_per_group: float
+    comm_base_bytes: float
+    reduce_buffer_bytes: float
     cublas_workspace_bytes: float
     allocator_fraction: float
     logit_bytes_kept: float
@@ -181,6 +186,7 @@ class Runtime:
     blocking_launch_factor: float = 0.0
     pass_bytes: Mapping[str, float] = field(default_factory=dict)
     launches: Mapping[str, float] = field(default_factory=dict)
+    kept_extra: Mapping[str, float] = field(default_factory=dict)
     attention_kernels: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Fact] = field(default_factory=dict)
 

@@ -53,7 +53,7 @@ def runtime_of(name: str) -> Runtime:
     changes: dict[str, Any] = {"name": name}
     facts, tables = (
         dict(base.facts),
-        {t: dict(getattr(base, t)) for t in ("pass_bytes", "launches")},
+        {t: dict(getattr(base, t)) for t in ("pass_bytes", "launches", "kept_extra")},
     )
     for key, entry in variant.get("facts", {}).items():
         value = float(entry["value"])
@@ -77,7 +77,11 @@ def seen_by_allocator(runtime: Runtime, basis: str) -> Runtime:
     """
     if basis == "device":
         return runtime
-    changes: dict[str, Any] = {"context_bytes": 0.0, "comm_bytes_per_group": 0.0}
+    changes: dict[str, Any] = {
+        "context_bytes": 0.0,
+        "comm_bytes_per_group": 0.0,
+        "comm_base_bytes": 0.0,
+    }
     if basis == "allocated":
         changes["allocator_fraction"] = 0.0
     return replace(runtime, **changes)

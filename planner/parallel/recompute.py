@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from planner.operations import Operation
 
 HALF_OF_PRODUCTS = "matmul_half"
@@ -60,7 +62,7 @@ def sum_bytes(operations: Sequence[Operation]) -> Any:
 
 
 def working_bytes(operations: Sequence[Operation], policy: str, modules: Sequence[str]) -> Any:
-    """Transient while one layer runs backward: what a policy brings back of it.
+    """What a policy brings back of one layer while it runs backward.
 
     Under full recompute or offload one whole layer's set; under selective what was dropped.
     """
@@ -70,3 +72,20 @@ def working_bytes(operations: Sequence[Operation], policy: str, modules: Sequenc
     if policy == "offload":
         return 2.0 * whole  # one layer in use, the next on its way
     return whole - kept_bytes(operations, policy, modules)
+
+
+def gradient_bytes(operations: Sequence[Operation], element_bytes: float) -> Any:
+    """Largest gradients alive at once in backward: of one product's output and of its input.
+
+    max over products of e g m (n + k).
+
+    >>> from planner.operations import Gemm
+    >>> float(gradient_bytes([Operation("fc1", "mlp_gemm", gemm=Gemm(8, 4, 2))], 2.0))
+    96.0
+    """
+    largest: Any = 0.0
+    for op in operations:
+        if op.gemm is not None:
+            g = op.gemm
+            largest = np.maximum(largest, element_bytes * g.groups * g.m * (g.n + g.k))
+    return largest

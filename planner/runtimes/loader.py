@@ -83,6 +83,8 @@ _MEMORY = (
     "bucket_elements",
     "context_bytes",
     "comm_bytes_per_group",
+    "comm_base_bytes",
+    "reduce_buffer_bytes",
     "cublas_workspace_bytes",
     "allocator_fraction",
     "logit_bytes_kept",
@@ -132,6 +134,8 @@ PASS_BYTES = (
     "fp8_cast_backward",
     "fp8_weight_cast",
 )
+NAMED_TABLES = ("pass_bytes", "launches", "kept_extra")
+KEPT_EXTRA = ("gated", "norm", "rotary", "gathered")
 LAUNCHES = (
     "dense_forward",
     "dense_backward",
@@ -152,6 +156,7 @@ _FACT_TABLES: Mapping[str, tuple[str, ...]] = {
     "time": _TIME,
     "pass_bytes": PASS_BYTES,
     "launches": LAUNCHES,
+    "kept_extra": KEPT_EXTRA,
 }
 
 
@@ -214,7 +219,7 @@ class _Reader:
             for name in names:
                 fact = self.fact(entries[name], f"{table}.{name}")
                 values[name] = fact.value
-                facts[f"{table}.{name}" if table in ("pass_bytes", "launches") else name] = fact
+                facts[f"{table}.{name}" if table in NAMED_TABLES else name] = fact
             tables[table] = values
         arguments: dict[str, Any] = {
             "name": self.word(document["name"], "name"),
@@ -225,6 +230,7 @@ class _Reader:
             **tables["time"],
             "pass_bytes": tables["pass_bytes"],
             "launches": tables["launches"],
+            "kept_extra": tables["kept_extra"],
             "attention_kernels": self.kernels(self.table(document, "attention_kernels")),
             "facts": facts,
         }
