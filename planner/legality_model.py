@@ -21,9 +21,9 @@ from planner.legality_rules import (
 from planner.specs import AttentionSpec
 
 
-def _same_gpus(layout: Layout, legal: list[int]) -> str:
+def _same_gpus(layout: Layout, legal: list[int], s: Situation) -> str:
     """Offer the largest smaller tp on the same GPUs."""
-    world, rest = layout.num_gpus, layout.pp * layout.cp
+    world, rest = s.num_gpus or layout.num_gpus, layout.pp * layout.cp
     for tp in sorted((v for v in legal if v < layout.tp), reverse=True):
         if world % (tp * rest) == 0:
             return f"; tp={tp} with dp={world // (tp * rest)} uses the same {world} GPUs"
@@ -46,7 +46,7 @@ def heads_refuse(layout: Layout, s: Situation) -> Refusal:
     )
     if kv_legal != legal:
         text += f" (of these the {listed(kv)} key-value heads leave {listed(kv_legal, layout.tp)})"
-    text += _same_gpus(layout, kv_legal)
+    text += _same_gpus(layout, kv_legal, s)
     return Refusal(text + ".", {"tp": layout.tp, "num_attention_heads": heads}, {"tp": kv_legal})
 
 
@@ -76,7 +76,7 @@ def kv_refuse(layout: Layout, s: Situation) -> Refusal:
     )
     text = (
         f"tp={layout.tp} does not fit {part}num_key_value_heads={a.num_key_value_heads}: {how}; "
-        f"legal here: {listed(both, layout.tp)}{_same_gpus(layout, both)}."
+        f"legal here: {listed(both, layout.tp)}{_same_gpus(layout, both, s)}."
     )
     values = {"tp": layout.tp, "num_key_value_heads": a.num_key_value_heads}
     return Refusal(text, values, {"tp": both})
@@ -98,7 +98,7 @@ def widths_refuse(layout: Layout, s: Situation) -> Refusal:
     )
     text = (
         f"tp={layout.tp} does not divide the MLP width intermediate_size={width}; "
-        f"legal here: {listed(legal, layout.tp)}{_same_gpus(layout, legal)}."
+        f"legal here: {listed(legal, layout.tp)}{_same_gpus(layout, legal, s)}."
     )
     return Refusal(text, {"tp": layout.tp, "intermediate_size": width}, {"tp": legal})
 
