@@ -37,6 +37,7 @@ class Traffic:
     again_s: Any
     down_s: Any
     copy_s: Any
+    slow_s: Any
     reduce_s: Any
     gather_s: Any
     ops: tuple[CommOp, ...] = ()
@@ -47,6 +48,7 @@ class Traffic:
             self.again_s + other.again_s,
             self.down_s + other.down_s,
             self.copy_s + other.copy_s,
+            self.slow_s + other.slow_s,
             self.reduce_s + other.reduce_s,
             self.gather_s + other.gather_s,
             self.ops + other.ops,
@@ -121,10 +123,35 @@ def traffic_of(
         np.where(gathers >= 2, gather_s, 0.0),
         np.where(reduces, reduce_s, 0.0),
         moved / setting.cluster.device.achieved_memory_bytes_per_s,
+        contention_s(ops, each, gathers, reduces, groups, setting),
         np.where(reduces, 0.0, reduce_s),
         np.where(gathers >= 1, 0.0, gather_s),
         timed,
     )
+
+
+def contention_s(
+    ops: list[CommOp], each: list[Any], gathers: Any, reduces: Any, groups: Groups, setting: Setting
+) -> Any:
+    """What the traffic of a micro-batch takes from compute when all of it runs beside it [s].
+
+    c = s t + (k - s) t_in: t its time, s = comm_sms / SMs the share of the device taken for as long
+    as it runs, k the contention measured inside a node, t_in = min(t, bytes (n - 1) / n over the
+    scale-up rate), the time that its bytes alone would take there. Slow networks contend less.
+
+    References: Lee2025.
+    """
+    runtime, cluster = setting.runtime, setting.cluster
+    share = min(1.0, runtime.comm_sms / cluster.device.num_sms)
+    rate = cluster.scale_up.bytes_per_s * cluster.scale_up.achieved_fraction
+    n = np.maximum(1, groups.shard * 1.0)
+    total: Any = 0.0
+    for op, seconds, times in zip(ops, each, (reduces, reduces, reduces, gathers), strict=True):
+        factor = 2.0 if op.kind == "all_reduce" else 1.0
+        inside = np.minimum(seconds, factor * np.asarray(op.num_bytes) * (n - 1) / n / rate)
+        extra = max(0.0, runtime.overlap_contention - share)
+        total = total + times * (share * seconds + extra * inside)
+    return total
 
 
 def exposed(total: Any, share: float, window: Any, setting: Setting) -> Any:
@@ -134,11 +161,6 @@ def exposed(total: Any, share: float, window: Any, setting: Setting) -> Any:
     if setting.overlap == "none":
         return total
     return total - np.minimum(share * np.asarray(total), window)
-
-
-def comm_share(setting: Setting) -> float:
-    """Share of the device that running collectives take from compute beside them."""
-    return min(1.0, setting.runtime.comm_sms / setting.cluster.device.num_sms)
 
 
 def streaming_s(traffic: Traffic, forward_s: Any, backward_s: Any, setting: Setting) -> Any:
@@ -157,7 +179,9 @@ def streaming_s(traffic: Traffic, forward_s: Any, backward_s: Any, setting: Sett
     backward = exposed(again + down, 1.0, np.minimum(hidden, backward_s), setting)
     result = forward + backward + traffic.copy_s
     if setting.overlap == "runtime":
-        result = result + comm_share(setting) * (up + again + down - forward - backward)
+        total = up + again + down
+        hidden_share = 1.0 - np.divide(forward + backward, np.where(total > 0, total, 1.0))
+        result = result + traffic.slow_s * np.where(total > 0, hidden_share, 0.0)
     return result
 
 

@@ -112,6 +112,7 @@ def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
             blocks("again_s"),
             blocks("down_s"),
             blocks("copy_s"),
+            blocks("slow_s"),
             blocks("reduce_s"),
             blocks("gather_s"),
             np.array([[scalar(items["optimizer"]) for items in updates]]),

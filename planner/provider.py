@@ -32,7 +32,7 @@ from planner.tables import LayerSums, Memo, StateSums, Tables, stacked, wide
 
 OFFLOADED = RECOMPUTE.index("offload")
 LEAST_COLUMNS = ("tp", "cp", "ep", "etp", "pp")
-TRAFFIC = ("up_s", "again_s", "down_s", "copy_s", "reduce_s", "gather_s")
+TRAFFIC = ("up_s", "again_s", "down_s", "copy_s", "slow_s", "reduce_s", "gather_s")
 CELL_RULES = (
     "degrees",
     "training",

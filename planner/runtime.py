@@ -91,8 +91,10 @@ class Runtime:
         Schedules whose pipeline sends hide behind compute.
     tp_overlap_fraction, cp_overlap_fraction, ep_overlap_fraction
         Share of that traffic hidden when compute is long enough.
-    comm_sms
-        SMs that a running collective takes from compute beside it.
+    overlap_contention, comm_sms
+        Seconds that compute beside a collective inside a node is slowed, per second of the collective:
+        they share SMs, memory bandwidth and power. `comm_sms` of the SMs are taken for as long as it
+        runs; the rest of the contention goes with the bytes it moves.
     accumulate_bytes
         HBM bytes per local parameter and micro-batch that add gradients to the accumulated ones,
         where the weight-gradient product does not do it.
@@ -172,6 +174,7 @@ class Runtime:
     tp_overlap_fraction: float
     cp_overlap_fraction: float
     ep_overlap_fraction: float
+    overlap_contention: float
     comm_sms: float
     accumulate_bytes: float
     gather_copy_bytes: float

@@ -120,6 +120,7 @@ class StateSums:
     again_s: Array
     down_s: Array
     copy_s: Array
+    slow_s: Array
     reduce_s: Array
     gather_s: Array
     optimizer_s: Array
@@ -134,6 +135,7 @@ class StateSums:
             self.again_s[:, blocks],
             self.down_s[:, blocks],
             self.copy_s[:, blocks],
+            self.slow_s[:, blocks],
             self.reduce_s[:, blocks],
             self.gather_s[:, blocks],
         )
@@ -203,7 +205,15 @@ class Tables:
         return (
             *(
                 stacked([getattr(t, name) for t in state.traffic], size)
-                for name in ("up_s", "again_s", "down_s", "copy_s", "reduce_s", "gather_s")
+                for name in (
+                    "up_s",
+                    "again_s",
+                    "down_s",
+                    "copy_s",
+                    "slow_s",
+                    "reduce_s",
+                    "gather_s",
+                )
             ),
             stacked(state.optimizer_s, size),
             stacked([sum(items.values()) for items in blocks], size),

@@ -98,6 +98,7 @@ _TIME = (
     "tp_overlap_fraction",
     "cp_overlap_fraction",
     "ep_overlap_fraction",
+    "overlap_contention",
     "comm_sms",
     "accumulate_bytes",
     "gather_copy_bytes",
