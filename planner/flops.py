@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.feed_forward import mlp_operations, moe_operations
 from planner.linear_attention import indexer_operations, mixer_operations
 from planner.operations import (
     AttentionCall,
@@ -20,7 +21,7 @@ from planner.operations import (
     norm,
     residual,
 )
-from planner.specs import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from planner.specs import AttentionSpec, LayerSpec, ModelSpec
 
 
 def attention_operations(
@@ -225,162 +226,6 @@ def core_attention(spec: AttentionSpec, x: Shard, heads: Any, kv: Any, cp_kind: 
         kept_bytes=kept * scores,
         modules=("core_attention",),
     )
-
-
-def mlp_operations(
-    prefix: str,
-    part: str,
-    hidden: int,
-    width: Any,
-    rows: Any,
-    x: Shard,
-    *,
-    gated: bool,
-    bias: bool,
-    groups: Any = 1,
-    kept_input: Any = 0.0,
-    frozen: bool = False,
-    moe: bool = False,
-) -> list[Operation]:
-    """A feed-forward network of local width `width` over `rows` rows (each group).
-
-    Kept per row: first product's output (2 or 4 f), the activation's output (2 f, one byte in fp8).
-    """
-    e = x.element_bytes
-    fan = 2 * width if gated else width
-    kind = "gated" if gated else "plain"
-    act = ("moe_activation", "moe") if moe else ("activation", "mlp")
-    whole = ("moe",) if moe else ("mlp",)
-    size = groups * rows * width
-    return [
-        linear(
-            f"{prefix}_fc1",
-            part,
-            rows,
-            fan,
-            hidden,
-            x,
-            kept=kept_input + e * groups * rows * fan,
-            modules=whole,
-            bias=bias,
-            groups=groups,
-            frozen=frozen,
-        ),
-        Operation(
-            f"{prefix}_activation",
-            "memory_bound",
-            forward_bytes=x.passes[f"{kind}_forward"] * e / 2 * size,
-            backward_bytes=x.passes[f"{kind}_backward"] * e / 2 * size,
-            kept_bytes=(x.input_bytes + (x.kept_extra["gated"] if gated else 0.0)) * size,
-            modules=act,
-        ),
-        linear(
-            f"{prefix}_fc2",
-            part,
-            rows,
-            hidden,
-            width,
-            x,
-            modules=whole,
-            bias=bias,
-            groups=groups,
-            frozen=frozen,
-        ),
-    ]
-
-
-def routed_rows(moe: MoeSpec, x: Shard) -> tuple[Any, Any]:
-    """Rows that this rank's experts process, and its number of local experts.
-
-    rows = (T / t) k etp imbalance: every rank of the ep x etp group feeds T / t tokens k times,
-    spread over ep; etp ranks see the same rows. With fewer rows than experts an expert still costs
-    a tile.
-
-    References: Shazeer2017; parallel folding in Megatron-Core.
-    """
-    rows = x.tokens / np.asarray(x.tp) * moe.num_experts_per_tok * np.asarray(x.etp) * x.imbalance
-    return rows, moe.num_experts / np.asarray(x.ep)
-
-
-def moe_operations(model: ModelSpec, moe: MoeSpec, x: Shard, frozen: bool) -> list[Operation]:
-    """Router, permutation, grouped expert products, un-permutation, shared experts.
-
-    Kept: router probabilities (fp32 logits and probabilities, 8 bytes an expert), the rows after
-    dispatch (2 h each) and what the expert MLP keeps.
-    """
-    h, e, scale = model.hidden_size, x.element_bytes, x.element_bytes / 2
-    inside = moe.latent_size or h
-    fed = x.tokens / np.asarray(x.tp)
-    rows, local = routed_rows(moe, x)
-    sent = fed * moe.num_experts_per_tok
-    ops = [
-        linear(
-            "router",
-            "router",
-            fed,
-            moe.num_experts,
-            h,
-            x,
-            precision="router",
-            kept=8.0 * moe.num_experts * fed,
-            modules=("moe",),
-        ),
-        Operation(
-            "route",
-            "memory_bound",
-            forward_bytes=x.passes["router_forward"] * fed * moe.num_experts,
-            backward_bytes=x.passes["router_backward"] * fed * moe.num_experts,
-            modules=("moe",),
-        ),
-        Operation(
-            "permute",
-            "memory_bound",
-            forward_bytes=x.passes["permute_forward"] * scale * (sent + rows) / 2 * inside,
-            backward_bytes=x.passes["permute_backward"] * scale * (sent + rows) / 2 * inside,
-            modules=("moe",),
-        ),
-    ]
-    if moe.latent_size:
-        ops.append(
-            linear(
-                "latent",
-                "mlp_gemm",
-                fed,
-                2 * moe.latent_size,
-                h,
-                x,
-                frozen=frozen,
-                kept=e * moe.latent_size * fed,
-                modules=("moe",),
-            )
-        )
-    ops += mlp_operations(
-        "expert",
-        "expert_gemm",
-        inside,
-        moe.intermediate_size / np.asarray(x.etp),
-        rows / local,
-        x,
-        gated=moe.gated,
-        bias=moe.expert_bias,
-        groups=local,
-        kept_input=x.input_bytes * rows * inside,
-        frozen=frozen,
-        moe=True,
-    )
-    if moe.shared_intermediate_size:
-        ops += mlp_operations(
-            "shared",
-            "mlp_gemm",
-            h,
-            moe.shared_intermediate_size / np.asarray(x.tp),
-            x.tokens,
-            x,
-            gated=moe.gated,
-            bias=False,
-            frozen=frozen,
-        )
-    return ops
 
 
 def layer_operations(

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from planner.collectives import collective_s
-from planner.flops import layer_operations, moe_operations, unfused_softmax
+from planner.feed_forward import moe_operations
+from planner.flops import layer_operations, unfused_softmax
 from planner.layout import RECOMPUTE, Layout
 from planner.operation_time import operation_s
 from planner.operations import Operation, shard_of
