@@ -31,9 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "plan": Command("planner.cli:plan", "find the best layout of a model on a cluster"),
     "estimate": Command("planner.cli:estimate", "time and memory of one layout that you name"),
-    "validate": Command(
-        "reports.cli:validate", "compare predictions with published runs"
-    ),
+    "validate": Command("reports.cli:validate", "compare predictions with published runs"),
     "models": Command("planner.models_cli:models", "list the models, or count one"),
     "hardware": Command(
         "hwprofiles.cli:app",

@@ -92,9 +92,9 @@ class Runtime:
     tp_overlap_fraction, cp_overlap_fraction, ep_overlap_fraction
         Share of that traffic hidden when compute is long enough.
     overlap_contention, comm_sms
-        Seconds that compute beside a collective inside a node is slowed, per second of the collective:
-        they share SMs, memory bandwidth and power. `comm_sms` of the SMs are taken for as long as it
-        runs; the rest of the contention goes with the bytes it moves.
+        Seconds that compute beside a collective inside a node is slowed, per second of the
+        collective: they share SMs, memory bandwidth and power. `comm_sms` of the SMs are taken for
+        as long as it runs; the rest of the contention goes with the bytes it moves.
     accumulate_bytes
         HBM bytes per local parameter and micro-batch that add gradients to the accumulated ones,
         where the weight-gradient product does not do it.
@@ -104,14 +104,15 @@ class Runtime:
         Bytes moved per token and per unit of width by memory-bound operations, forward and
         backward: see `planner.flops.PASSES` for the names.
     kept_extra
-        Bytes kept beyond fused kernels, per token and unit of width: ``gated`` (MLP width), ``norm``
-        (hidden), ``rotary`` (q and k width); ``gathered`` (hidden, not split by tp) per block.
+        Bytes kept beyond fused kernels, per token and unit of width: ``gated`` (MLP width),
+        ``norm`` (hidden), ``rotary`` (q and k width); ``gathered`` (hidden, not split by tp) per
+        block.
     launches
         Kernels launched from the host: per layer forward and backward by part (``attention``,
         ``mlp``, ``moe``, ``tp``, ``recompute`` ...).
     blocking_launch_factor
-        Host time of a launch that waits for its kernel (CUDA_LAUNCH_BLOCKING=1), in launches that do
-        not wait; 0: launches do not wait.
+        Host time of a launch that waits for its kernel (CUDA_LAUNCH_BLOCKING=1), in launches that
+        do not wait; 0: launches do not wait.
     moe_host_sync_s
         Host time per MoE layer and micro-batch spent waiting for split sizes.
     attention_kernels
