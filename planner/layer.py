@@ -268,8 +268,9 @@ def add_host(costs: LayerCosts, kind: LayerSpec, layout: Layout, setting: Settin
     host = launches * time per launch. Tensor-parallel ranks meet at every collective, so that each
     step of the group waits for the slowest of t hosts: their launches count 1 + log2 t times (the
     expected maximum grows with the logarithm; assumed). A dropless MoE layer also waits for its
-    split sizes, which drains the queue, so that time adds. Where every launch blocks until its kernel
-    has run (CUDA_LAUNCH_BLOCKING), nothing overlaps and the factor of the runtime multiplies.
+    split sizes, which drains the queue, so that time adds. Where every launch blocks until its
+    kernel has run (CUDA_LAUNCH_BLOCKING), nothing overlaps and the factor of the runtime
+    multiplies.
     """
     runtime, each = setting.runtime, setting.cluster.device.host_launch_s
     name = "moe" if kind.moe is not None else "dense"
