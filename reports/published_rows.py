@@ -16,7 +16,7 @@ from planner.layout import OFFLOADS, RECOMPUTE, SCHEDULES, Layout, StageLayout
 from planner.problem import UNFUSED, attention_kernel
 from planner.runtime import Runtime
 from planner.setting import Setting
-from planner.specs import TrainSpec
+from planner.specs import ModelSpec, TrainSpec
 from reports.published_models import model_of
 from reports.published_rules import SourceRule, rule_of, runtime_of, seen_by_allocator
 from reports.published_table import MissingField, NotPredictable, PublishedRow
@@ -216,6 +216,8 @@ def stages_of(row: PublishedRow, layout: Layout, setting: Setting) -> tuple[Stag
     """Layers per rank and their policies, where the row says more than an even split."""
     layers = setting.model.num_hidden_layers
     counts = even_counts(layers, layout.pp)
+    if setting.runtime.name == "nanotron":
+        counts = counts_by_cost(setting.model, layout.pp)
     if row.says("notes", "partition type:transformer|embedding") and layout.pp > 1:
         counts = even_counts(layers + 2, layout.pp)
         counts[0] -= 1
@@ -227,6 +229,29 @@ def stages_of(row: PublishedRow, layout: Layout, setting: Setting) -> tuple[Stag
         return stages
     full = RECOMPUTE.index("full")
     return tuple(partly(stage, share, full) for stage in stages)
+
+
+def counts_by_cost(model: ModelSpec, pp: int) -> list[int]:
+    """Layers per rank as nanotron splits them: by products, the head's V h beside the layers'.
+
+    A rank takes blocks until their cost, summed from the first, exceeds its share; then the next.
+
+    >>> from planner.specs import AttentionSpec, LayerSpec, MlpSpec
+    >>> kind = LayerSpec(AttentionSpec(32, 32, 64), MlpSpec(4096))
+    >>> counts_by_cost(ModelSpec("m", 2048, 50257, (kind,), (0,) * 24), 4)
+    [7, 7, 6, 4]
+    """
+    kind = model.kinds[0]
+    width = kind.mlp.intermediate_size if kind.mlp is not None else 0
+    attention = kind.attention
+    layer = 4 * attention.num_attention_heads * attention.head_dim + 3 * width
+    whole = model.num_hidden_layers * layer + model.vocab_size
+    counts, rank = [0] * pp, 0
+    for index in range(model.num_hidden_layers):
+        counts[rank] += 1
+        if (index + 1) * layer * pp > whole * (rank + 1) and rank < pp - 1:
+            rank += 1
+    return counts
 
 
 def full_share(row: PublishedRow) -> float | None:

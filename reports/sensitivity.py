@@ -14,6 +14,8 @@ from reports.predictions import Prediction, predict
 from reports.published_rows import Case
 
 STEP = 0.2
+SAMPLE = 6
+WHOLE = ("count", "flag", "ranks")  # units of which a fifth more is nothing
 # Facts that only say what is legal or how much of a thing there is: no cost reads them as a rate.
 NOT_RATES = ("max_tp", "max_pp", "max_cp", "max_ep", "vocab_multiple", "price", "tdp", "max_nodes")
 
@@ -21,9 +23,12 @@ NOT_RATES = ("max_tp", "max_pp", "max_cp", "max_ep", "vocab_multiple", "price", 
 def sensitivity(found: Sequence[Prediction]) -> list[dict[str, Any]]:
     """Median error of time and memory with each assumed constant 20 % down and up.
 
-    Over the rows of quality A and B whose runtime or cluster has that constant.
+    Over the rows of quality A and B whose runtime or cluster has that constant, at most `SAMPLE` of
+    a source, evenly spaced: every constant is two predictions of each.
     """
-    cases = [p.case for p in found if p.case is not None and p.row.text("quality") in ("A", "B")]
+    cases = sample(
+        [p.case for p in found if p.case is not None and p.row.text("quality") in ("A", "B")]
+    )
     rows = []
     for where, name in assumed(cases):
         some = [case for case in cases if name in facts_of(case, where)]
@@ -46,6 +51,18 @@ def sensitivity(found: Sequence[Prediction]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -max(abs(row[k] - row["base"]) for k in ("down", "up")))
 
 
+def sample(cases: Sequence[Case]) -> list[Case]:
+    """At most `SAMPLE` cases of each source, evenly spaced in the order of the table."""
+    by_source: dict[str, list[Case]] = {}
+    for case in cases:
+        by_source.setdefault(case.row.source, []).append(case)
+    chosen = []
+    for some in by_source.values():
+        count = min(len(some), SAMPLE)
+        chosen += [some[index * len(some) // count] for index in range(count)]
+    return chosen
+
+
 def assumed(cases: Sequence[Case]) -> Iterator[tuple[str, str]]:
     """Assumed facts of the runtimes, devices and clusters of the cases."""
     for where in ("runtime", "device", "cluster"):
@@ -53,7 +70,7 @@ def assumed(cases: Sequence[Case]) -> Iterator[tuple[str, str]]:
             name
             for case in cases
             for name, fact in facts_of(case, where).items()
-            if fact.kind == "assumed" and not name.startswith(NOT_RATES)
+            if fact.kind == "assumed" and fact.unit not in WHOLE and not name.startswith(NOT_RATES)
         }
         yield from ((where, name) for name in sorted(names))
 
