@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from planner.collectives import collective_s
+from planner.contention import contention_s
 from planner.edges import edge_costs
 from planner.layer import LayerCosts, layer_costs
 from planner.layout import Layout
@@ -123,35 +124,22 @@ def traffic_of(
         np.where(gathers >= 2, gather_s, 0.0),
         np.where(reduces, reduce_s, 0.0),
         moved / setting.cluster.device.achieved_memory_bytes_per_s,
-        contention_s(ops, each, gathers, reduces, groups, setting),
+        slowed_s(ops, each, gathers, reduces, groups, setting),
         np.where(reduces, 0.0, reduce_s),
         np.where(gathers >= 1, 0.0, gather_s),
         timed,
     )
 
 
-def contention_s(
+def slowed_s(
     ops: list[CommOp], each: list[Any], gathers: Any, reduces: Any, groups: Groups, setting: Setting
 ) -> Any:
-    """What the traffic of a micro-batch takes from compute when all of it runs beside it [s].
-
-    c = s t + (k - s) t_in: t its time, s = comm_sms / SMs the share of the device taken for as long
-    as it runs, k the contention measured inside a node, t_in = min(t, bytes (n - 1) / n over the
-    scale-up rate), the time that its bytes alone would take there. Slow networks contend less.
-
-    References: Lee2025.
-    """
-    runtime, cluster = setting.runtime, setting.cluster
-    share = min(1.0, runtime.comm_sms / cluster.device.num_sms)
-    rate = cluster.scale_up.bytes_per_s * cluster.scale_up.achieved_fraction
-    n = np.maximum(1, groups.shard * 1.0)
-    total: Any = 0.0
-    for op, seconds, times in zip(ops, each, (reduces, reduces, reduces, gathers), strict=True):
-        factor = 2.0 if op.kind == "all_reduce" else 1.0
-        inside = np.minimum(seconds, factor * np.asarray(op.num_bytes) * (n - 1) / n / rate)
-        extra = max(0.0, runtime.overlap_contention - share)
-        total = total + times * (share * seconds + extra * inside)
-    return total
+    """What the traffic of a micro-batch takes from compute when all of it runs beside it [s]."""
+    times = (reduces, reduces, reduces, gathers)
+    return sum(
+        count * contention_s(op.kind, op.num_bytes, seconds, groups.shard, setting)
+        for op, seconds, count in zip(ops, each, times, strict=True)
+    )
 
 
 def exposed(total: Any, share: float, window: Any, setting: Setting) -> Any:

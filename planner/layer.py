@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from planner.collectives import collective_s
+from planner.contention import contention_s
 from planner.feed_forward import moe_operations
 from planner.flops import layer_operations, unfused_softmax
 from planner.layout import RECOMPUTE, Layout
@@ -176,6 +177,8 @@ def add_comm(
             if free
             else hide(op.total_s, fraction, beside[op.phase], setting)
         )
+        if setting.overlap == "runtime":
+            exposed = exposed + contention_of(op, exposed, layout, setting)
         costs.comm_ops.append(replace(op, exposed_s=exposed))
         costs.hidden_s = costs.hidden_s + (op.total_s - exposed)
         if op.phase == "forward":
@@ -184,6 +187,15 @@ def add_comm(
                 costs.recompute_s[2] = costs.recompute_s[2] + exposed
         else:
             add(costs.backward_s, part, exposed)
+
+
+def contention_of(op: CommOp, exposed: Any, layout: Layout, setting: Setting) -> Any:
+    """What the hidden share of an operation's calls takes from the compute beside them [s]."""
+    count = np.maximum(1, np.asarray(op.count))
+    each = op.total_s / count
+    slowed = count * contention_s(op.kind, op.num_bytes, each, getattr(layout, op.axis), setting)
+    hidden = 1.0 - np.divide(exposed, np.where(op.total_s > 0, op.total_s, 1.0))
+    return np.where(op.total_s > 0, slowed * hidden, 0.0)
 
 
 def dense_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) -> LayerCosts:
@@ -204,7 +216,13 @@ def dense_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) 
         "backward": costs.backward_s["attention_core"],
     }
     tp_ops = tensor_parallel.comm_ops(
-        model, kind, x.tokens, layout.tp, x.element_bytes, runtime.sequence_parallel
+        model,
+        kind,
+        x.tokens,
+        layout.tp,
+        x.element_bytes,
+        runtime.sequence_parallel,
+        runtime.fp8_tp_gather_bytes if x.quantized else None,
     )
     add_comm(costs, tp_ops, "tensor_parallel", runtime.tp_overlap_fraction, layout, setting, gemm)
     cp_ops = context_parallel.comm_ops(

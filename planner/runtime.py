@@ -91,6 +91,8 @@ class Runtime:
         Schedules whose pipeline sends hide behind compute.
     tp_overlap_fraction, cp_overlap_fraction, ep_overlap_fraction
         Share of that traffic hidden when compute is long enough.
+    fp8_tp_gather_bytes
+        Element size in which tensor-parallel gathers carry the inputs of fp8 products.
     overlap_contention, comm_sms
         Seconds that compute beside a collective inside a node is slowed, per second of the
         collective: they share SMs, memory bandwidth and power. `comm_sms` of the SMs are taken for
@@ -173,6 +175,7 @@ class Runtime:
     overlap_param_gather: float
     overlap_p2p: tuple[str, ...]
     tp_overlap_fraction: float
+    fp8_tp_gather_bytes: float
     cp_overlap_fraction: float
     ep_overlap_fraction: float
     overlap_contention: float

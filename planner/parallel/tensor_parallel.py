@@ -42,8 +42,11 @@ def comm_ops(
     tp: Any,
     element_bytes: float,
     sequence_parallel: bool,
+    gather_bytes: float | None = None,
 ) -> list[CommOp]:
     """Collectives of one layer and micro-batch; `tokens` is b s / c, bytes as nccl-tests counts.
+
+    `gather_bytes` is the element size of what products gather, where it is not that of activations.
 
     >>> from planner.specs import AttentionSpec, MlpSpec
     >>> kind = LayerSpec(AttentionSpec(8, 8, 64), mlp=MlpSpec(2048))
@@ -59,11 +62,12 @@ def comm_ops(
             CommOp("all_reduce", "tp", "forward", "block output", size, count),
             CommOp("all_reduce", "tp", "backward", "block input gradient", size, count),
         ]
+    gathered = size if gather_bytes is None else size / element_bytes * gather_bytes
     return [
-        CommOp("all_gather", "tp", "forward", "block input", size, count),
+        CommOp("all_gather", "tp", "forward", "block input", gathered, count),
         CommOp("reduce_scatter", "tp", "forward", "block output", size, count),
-        CommOp("all_gather", "tp", "backward", "block output gradient", size, count),
-        CommOp("all_gather", "tp", "backward", "block input again, hidden", size, count),
+        CommOp("all_gather", "tp", "backward", "block output gradient", gathered, count),
+        CommOp("all_gather", "tp", "backward", "block input again, hidden", gathered, count),
         CommOp("reduce_scatter", "tp", "backward", "block input gradient", size, count),
     ]
 

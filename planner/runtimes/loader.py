@@ -96,6 +96,7 @@ _TIME = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "tp_overlap_fraction",
+    "fp8_tp_gather_bytes",
     "cp_overlap_fraction",
     "ep_overlap_fraction",
     "overlap_contention",
