@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hwprofiles.errors import ProfileError
 from hwprofiles.override import override
 from planner.runtime import Runtime
 from reports.predictions import Prediction, predict
@@ -32,10 +33,15 @@ def sensitivity(found: Sequence[Prediction]) -> list[dict[str, Any]]:
     rows = []
     for where, name in assumed(cases):
         some = [case for case in cases if name in facts_of(case, where)]
-        base = median_errors([predict(case) for case in some])
-        down, up = (
-            median_errors([predict(moved(case, where, name, factor)) for case in some])
-            for factor in (1 - STEP, 1 + STEP)
+        try:
+            less, more = (
+                [moved(case, where, name, factor) for case in some]
+                for factor in (1 - STEP, 1 + STEP)
+            )
+        except ProfileError:  # a whole number, or one that another fact bounds
+            continue
+        base, down, up = (
+            median_errors([predict(case) for case in cases]) for cases in (some, less, more)
         )
         rows += [
             {

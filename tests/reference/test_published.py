@@ -20,6 +20,7 @@ from reports.accuracy_text import CSV_COLUMNS, accuracy_lines, predictions_csv
 from reports.predictions import Prediction, predictions
 from reports.published_rows import case_of, vpp_by_run
 from reports.published_table import COLUMNS, SHIPPED_TABLE, MissingField, read_table
+from reports.sensitivity import sensitivity
 
 # Regression limits, a little above what the model reaches: median and p90 of |error| in percent.
 TIME_LIMITS = {
@@ -181,6 +182,16 @@ def test_text_and_page_hold_every_source() -> None:
         assert source in page
     assert "<script" not in page
     assert "http" not in page
+
+
+def test_an_assumed_constant_moves_errors() -> None:
+    """Fewer bytes a second of NIC, or more launches, change the times of the runs they touch."""
+    some = [p for p in found() if p.row.source in ("fms_fsdp", "korthikanti")]
+    rows = sensitivity(some)
+    assert rows
+    moved = [row for row in rows if row["constant"].endswith("(time)")]
+    assert any(row["down"] != row["base"] for row in moved)
+    assert len({row["constant"] for row in rows}) == len(rows)
 
 
 def test_document_is_json() -> None:
