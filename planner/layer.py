@@ -234,15 +234,24 @@ def dense_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) 
     return costs
 
 
-def moe_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) -> LayerCosts:
-    """Router, permutation, experts, shared experts, with expert parallel traffic and host waits."""
+def moe_part(
+    kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool, dense: LayerCosts
+) -> LayerCosts:
+    """Router, permutation, experts, shared experts, with expert parallel traffic.
+
+    Where a runtime overlaps that traffic it runs beside the layer of another micro-batch, so that
+    the compute of all of the layer, its `dense` part too, may hide it.
+    """
     model, train, runtime = setting.model, setting.train, setting.runtime
     costs = LayerCosts()
     if kind.moe is None:
         return costs
     x = shard_of(layout, model, train, runtime, flash=setting.flash)
     accumulate(costs, moe_operations(model, kind.moe, x, frozen), setting)
-    compute = {"forward": costs.forward_total_s, "backward": costs.backward_total_s}
+    compute = {
+        "forward": costs.forward_total_s + dense.forward_total_s,
+        "backward": costs.backward_total_s + dense.backward_total_s,
+    }
     ops = expert_parallel.comm_ops(
         model,
         kind.moe,
@@ -357,8 +366,8 @@ def layer_costs(kind: LayerSpec, layout: Layout, setting: Setting) -> LayerCosts
     """One layer of `kind` for a table of layouts; what ep and etp do not touch is done once."""
     frozen = setting.train.lora is not None
     first, inverse = unique_rows(layout.tp, layout.cp, layout.cp_kind, layout.micro_batch)
-    part = dense_part(kind, layout.take(first), setting, frozen)
-    costs = merged(part.gathered(inverse), moe_part(kind, layout, setting, frozen))
+    dense = dense_part(kind, layout.take(first), setting, frozen).gathered(inverse)
+    costs = merged(dense, moe_part(kind, layout, setting, frozen, dense))
     add_dequantization(costs, kind, layout, setting)
     compute = costs.forward_total_s
     add_host(costs, kind, layout, setting)

@@ -132,6 +132,8 @@ def row_runtime(row: PublishedRow, rule: SourceRule) -> Runtime:
         name = "torchtitan-eager"
     elif source == "torchtitan" and "async tp" in note:
         name = "torchtitan-async-tp"
+    elif source == "megatron_bridge" and row.text("model_name").startswith("Qwen3_235B"):
+        name = "nemo-ep-overlap"
     elif source in ("papers", "megatron_lm_readme") and row.says("gpu", "h100"):
         name = "megatron-core"
     elif source in ("korthikanti", "megatron_ci") and row.flag("sequence_parallel") is False:
