@@ -333,7 +333,7 @@ def comm_ops_of(row: Row, rank: int, stage: StageLayout) -> tuple[CommOp, ...]:
     layout, setting = row.layout, row.setting
     tokens = layout.micro_batch * setting.train.seq_len / layout.cp
     size = pipeline_parallel.send_bytes(
-        setting.model, tokens, layout.tp, setting.element_bytes, setting.runtime.sequence_parallel
+        setting.model, tokens, layout.tp, setting.element_bytes, setting.runtime
     )
     for op in pipeline_parallel.comm_ops(size, layout.pp, layout.vpp, m):
         put(op, 1.0)

@@ -285,11 +285,12 @@ class ModelProvider:
         s = self.setting
         pp = np.atleast_1d(layout.pp)
         tokens = np.asarray(layout.micro_batch) * s.train.seq_len / np.asarray(layout.cp)
-        size = pipeline_parallel.send_bytes(
-            s.model, tokens, layout.tp, s.element_bytes, s.runtime.sequence_parallel
-        )
+        size = pipeline_parallel.send_bytes(s.model, tokens, layout.tp, s.element_bytes, s.runtime)
         stride = np.maximum(1, s.num_gpus // pp)
         seconds = collective_s(s.cluster, "send_recv", size, np.where(pp > 1, 2, 1), stride)
+        if pipeline_parallel.gathers(s.runtime):
+            whole = size * np.asarray(layout.tp)
+            seconds = seconds + collective_s(s.cluster, "all_gather", whole, layout.tp, 1)
         return np.where(pp > 1, seconds, 0.0)
 
     def cell_costs(self, cells: Layout) -> tuple[StageCosts, Array]:

@@ -110,11 +110,12 @@ def grouped_gemm_s(
     k: ArrayLike,
     *,
     backward: bool = False,
+    sustained: bool = True,
 ) -> Array:
     """Time of one grouped GEMM, a product of `tokens_per_expert` rows for every local expert [s].
 
     The GEMM of `gemm_s` with g = num_local_experts products in one launch. Assumes equal groups:
-    give the largest group where the load is uneven and the slowest decides.
+    give the largest group where the load is uneven and the slowest decides. `sustained` as there.
 
     >>> from hwprofiles.textbook import textbook_device
     >>> one = gemm_s(textbook_device(), "bf16", 4096, 1024, 1000)
@@ -122,7 +123,14 @@ def grouped_gemm_s(
     True
     """
     return gemm_s(
-        device, precision, tokens_per_expert, n, k, batch=num_local_experts, backward=backward
+        device,
+        precision,
+        tokens_per_expert,
+        n,
+        k,
+        batch=num_local_experts,
+        backward=backward,
+        sustained=sustained,
     )
 
 

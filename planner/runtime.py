@@ -30,6 +30,9 @@ class Runtime:
         Whether one sharded copy may span part of the data-parallel ranks.
     sequence_parallel
         Tensor parallelism also splits norms and residual stream over the sequence.
+    scattered_sends
+        Without sequence parallelism, each tensor-parallel rank sends 1/tp of a stage's output, and
+        the receivers gather it.
     kv_replication
         tp may exceed num_key_value_heads (one must divide the other).
     expert_tp
@@ -143,6 +146,7 @@ class Runtime:
     max_ep: int
     hsdp: bool
     sequence_parallel: bool
+    scattered_sends: bool
     kv_replication: bool
     expert_tp: bool
     uneven_stages: bool

@@ -11,6 +11,7 @@ import numpy as np
 
 from planner.layout import SCHEDULES
 from planner.results import CommOp
+from planner.runtime import Runtime
 from planner.specs import ModelSpec
 
 DUALPIPE = SCHEDULES.index("dualpipe")
@@ -26,14 +27,23 @@ def head_stage(schedule: Any, pp: Any) -> Any:
 
 
 def send_bytes(
-    model: ModelSpec, tokens: Any, tp: Any, element_bytes: float, sequence_parallel: bool
+    model: ModelSpec, tokens: Any, tp: Any, element_bytes: float, runtime: Runtime
 ) -> Any:
     """Bytes that a rank sends to the next stage for a micro-batch: its rows of the residual stream.
 
-    T h elements, divided by tp only where sequence parallelism splits the stream.
+    T h elements, divided by tp where sequence parallelism splits the stream, or where the ranks of
+    a tensor-parallel group share the sending of what each of them holds whole.
+
+    References: Narayanan2021.
     """
-    rows = tokens / (np.asarray(tp) if sequence_parallel else 1)
+    split = runtime.sequence_parallel or runtime.scattered_sends
+    rows = tokens / (np.asarray(tp) if split else 1)
     return rows * model.hidden_size * element_bytes
+
+
+def gathers(runtime: Runtime) -> bool:
+    """Whether receivers put a stage's output together again from the parts that tp ranks sent."""
+    return runtime.scattered_sends and not runtime.sequence_parallel
 
 
 def comm_ops(num_bytes: Any, pp: Any, vpp: Any, num_microbatches: Any) -> list[CommOp]:

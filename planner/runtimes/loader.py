@@ -59,6 +59,7 @@ _STAGES = ("zero_stages", "zero_with_pp", "reduce_every_microbatch", "split_back
 _FLAGS = (
     "hsdp",
     "sequence_parallel",
+    "scattered_sends",
     "kv_replication",
     "expert_tp",
     "uneven_stages",
