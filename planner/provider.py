@@ -184,8 +184,10 @@ class ModelProvider:
         if not s.model.lm_head:
             return 0.0
         tokens = np.asarray(layout.micro_batch) * s.train.seq_len / np.asarray(layout.cp)
-        vocab = padded_vocab(s.model, s.runtime.vocab_multiple, layout.tp) / np.asarray(layout.tp)
-        return tokens * vocab * s.runtime.logit_bytes_peak * s.element_bytes / 2
+        tp = np.asarray(layout.tp)
+        vocab = padded_vocab(s.model, s.runtime.vocab_multiple, tp) / tp
+        each = np.where(tp > 1, s.runtime.logit_bytes_peak_tp, s.runtime.logit_bytes_peak)
+        return tokens * vocab * each * s.element_bytes / 2
 
     def assemble(self, rows: Layout, layers: LayerSums, state: StateSums) -> StageCosts:
         """Put layer and sharding sums together and add what schedules change."""

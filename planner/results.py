@@ -47,6 +47,38 @@ class CommOp:
 
 
 @dataclass(frozen=True, slots=True)
+class HostBytes:
+    """What a rank of a table of R layouts keeps outside of its device, and the room there.
+
+    For stage s, with the names of `StageCosts`,
+
+        state_s = [s == 0] first + [s == head_stage] head + sum_k n[k] layer[k] <= state_capacity
+        shared state_s + in_flight[s] sum_k n[k, act_policy] act[k]             <= act_capacity
+
+    State is in host memory (shared is 1) or on NVMe (0); activations are in host memory. A rank may
+    use its equal share of what its node has; infinite capacity: not known.
+    """
+
+    layer: Array  # (R, K)
+    first: Array  # (R,)
+    head: Array  # (R,)
+    act: Array  # (R, K) per micro-batch in flight, of layers under the policy `act_policy`
+    state_capacity: Array  # (R,)
+    act_capacity: Array  # (R,)
+    shared: Array  # (R,)
+    act_policy: int  # index on axis P, -1: none sends activations away
+
+    def take(self, index: NDArray[np.int64]) -> HostBytes:
+        """Rows `index`."""
+        columns = {
+            name: getattr(self, name)[index]
+            for name in self.__dataclass_fields__
+            if name != "act_policy"
+        }
+        return HostBytes(**columns, act_policy=self.act_policy)
+
+
+@dataclass(frozen=True, slots=True)
 class StageCosts:
     """What the search sees of a table of R layouts: a pure mathematical problem.
 
@@ -63,7 +95,7 @@ class StageCosts:
 
     with m = num_microbatches. `head_stage` is ``pp - 1``, or 0 where the chunks lie in a V.
     Leading axis R everywhere; K kinds, P policies (a policy that is not allowed has infinite
-    layer_s). Seconds and bytes.
+    layer_s). Seconds and bytes. `host` bounds what offload keeps elsewhere; None: nothing is.
     """
 
     num_microbatches: Array  # (R,)
@@ -84,6 +116,7 @@ class StageCosts:
     first_act_bytes: Array  # (R,)
     constant_s: Array  # (R,)
     capacity_bytes: float
+    host: HostBytes | None = None
 
     def take(self, index: NDArray[np.int64]) -> StageCosts:
         """Rows `index`."""
@@ -91,9 +124,10 @@ class StageCosts:
             **{
                 name: getattr(self, name)[index]
                 for name in self.__dataclass_fields__
-                if name != "capacity_bytes"
+                if name not in ("capacity_bytes", "host")
             },
             capacity_bytes=self.capacity_bytes,
+            host=None if self.host is None else self.host.take(index),
         )
 
 

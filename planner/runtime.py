@@ -77,8 +77,9 @@ class Runtime:
         Per process: CUDA context and kernels; NCCL buffers per communicator; GEMM workspace.
     allocator_fraction
         Reserved over allocated, minus one.
-    logit_bytes_kept, logit_bytes_peak
-        Bytes per logit kept until its backward, and at the peak.
+    logit_bytes_kept, logit_bytes_peak, logit_bytes_peak_tp
+        Bytes per logit kept until its backward, at the peak, and at the peak of a loss over logits
+        that tensor parallelism splits.
 
     Time
     ----
@@ -171,6 +172,7 @@ class Runtime:
     allocator_fraction: float
     logit_bytes_kept: float
     logit_bytes_peak: float
+    logit_bytes_peak_tp: float
     reduce_bytes: float
     gather_bytes: float
     reduce_op: str

@@ -128,6 +128,8 @@ def row_runtime(row: PublishedRow, rule: SourceRule) -> Runtime:
         name = "composer-fsdp1-default"
     elif source == "bloom" and row.text("precision") == "fp16":
         name = "megatron-deepspeed-fp16"
+    elif source == "torchtitan" and row.says("gpu", "h200"):
+        name = "torchtitan-2025"
     elif source == "torchtitan" and "eager" in note:
         name = "torchtitan-eager"
     elif source == "torchtitan" and "async tp" in note:

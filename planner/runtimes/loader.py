@@ -90,6 +90,7 @@ _MEMORY = (
     "allocator_fraction",
     "logit_bytes_kept",
     "logit_bytes_peak",
+    "logit_bytes_peak_tp",
 )
 _TIME = (
     "reduce_bytes",

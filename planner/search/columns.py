@@ -24,6 +24,7 @@ from planner.results import Array, StageCosts
 
 Index = NDArray[np.int64]
 Numbers = NDArray[Any]  # whole numbers, as integers or floats
+STAGE_COLUMNS = ("in_flight", "first", "head", "time_s", "step_s", "room_bytes", "away_bytes")
 SLACK = 1e-12  # of the capacity: rounding never decides whether a stage fits
 
 
@@ -31,7 +32,8 @@ SLACK = 1e-12  # of the capacity: rounding never decides whether a stage fits
 class Stages:
     """Costs of N layouts of one pp with their stages told apart, (N, S) unless said.
 
-    `first` and `head` are 0 or 1. `costs` are the rows, N long.
+    `first` and `head` are 0 or 1. `costs` are the rows, N long. `away_bytes` is the state of
+    embedding and head that is offloaded.
     """
 
     costs: StageCosts
@@ -41,13 +43,14 @@ class Stages:
     time_s: Array  # without layers
     step_s: Array
     room_bytes: Array  # capacity less what does not depend on layers
+    away_bytes: Array
 
     def take(self, index: Index) -> Stages:
         return Stages(
             self.costs.take(index),
             *(
                 getattr(self, name)[index]
-                for name in ("in_flight", "first", "head", "time_s", "step_s", "room_bytes")
+                for name in STAGE_COLUMNS
             ),
         )
 
@@ -75,6 +78,9 @@ def stages(costs: StageCosts, in_flight: Array, head_stage: Index) -> Stages:
         + head * costs.head_s[:, None],
         step_s=first * costs.first_step_s[:, None] + head * costs.head_step_s[:, None],
         room_bytes=room,
+        away_bytes=np.zeros(in_flight.shape)
+        if costs.host is None
+        else first * costs.host.first[:, None] + head * costs.host.head[:, None],
     )
 
 
@@ -122,7 +128,8 @@ def mix_lines(costs: StageCosts, kind: int) -> list[tuple[Array, Array]]:
 def relaxed_times(table: Stages, counts: Numbers, main: int) -> Array:
     """Lower bound on the time of stages with `counts` (N, S, Q, K) layers [s], inf: cannot fit.
 
-    The mix of the main kind is fractional (`mix_lines`), working bytes are at their least.
+    The mix of the main kind is fractional (`mix_lines`), working bytes are at their least, and host
+    memory has room for all activations that are sent there.
 
     >>> costs = _example()
     >>> table = stages(costs, np.array([[1.0]]), np.array([0]))
@@ -156,6 +163,9 @@ def relaxed_times(table: Stages, counts: Numbers, main: int) -> Array:
         most = saved.max(axis=1)[:, None, None]
         fits = need <= own * most * in_flight + 1e-9 * np.abs(room)
         np.minimum(best, np.where(fits, other_s + extra, np.inf), out=best)
+    if costs.host is not None:
+        away = np.einsum("nsqk,nk->nsq", counts, costs.host.layer) + table.away_bytes[:, :, None]
+        best[away > costs.host.state_capacity[:, None, None] * (1 + SLACK)] = np.inf
     time: Array = table.time_s[:, :, None] + own * base_s[:, :, None] + best
     return time
 
@@ -229,8 +239,10 @@ def best_mixes(
     best_mix = np.zeros((row.size, num_policies), dtype=np.int64)
     best_other = np.zeros(row.size, dtype=np.int64)
     has_other = counts[:, others].sum(axis=1) > 0 if others else np.zeros(row.size, dtype=bool)
+    away, away_policy = _away_room(table, row, stage, counts)
     for p in range(num_policies if has_other.any() else 1):
         other_s, other_bytes, other_work = _entry_others(costs, row, counts, others, p, in_flight)
+        most_away = _most_away(costs, row, counts, main, away, p == away_policy, in_flight)
         for w in range(num_policies):
             cap = working[:, w]
             allowed = np.isfinite(seconds) & (working <= cap[:, None])
@@ -241,13 +253,22 @@ def best_mixes(
             charged = np.where(empty, other_work, np.maximum(cap, other_work))
             ask = np.isfinite(other_s) & np.isfinite(seconds[:, w]) & ~repeated
             ask |= empty & np.isfinite(other_s) & (w == 0)
+            ask &= most_away >= 0
             if p:
                 ask &= has_other
             index = np.flatnonzero(ask)
             if index.size == 0:
                 continue
             left = (room - other_bytes - charged)[index]
-            time, mix = _fill(own[index], left, seconds[index], act[index], allowed[index])
+            time, mix = _fill_away(
+                own[index],
+                left,
+                seconds[index],
+                act[index],
+                allowed[index],
+                away_policy,
+                most_away[index],
+            )
             time = time + other_s[index]
             better = time < best[index]
             chosen = index[better]
@@ -269,6 +290,85 @@ def _entry_others(
         num_bytes += number * costs.layer_act_bytes[row, k, p] * in_flight
         work = np.where(used, np.maximum(work, costs.working_bytes[row, k, p]), work)
     return seconds, num_bytes, work
+
+
+def _away_room(
+    table: Stages, row: Index, stage: Index, counts: Numbers
+) -> tuple[Array, int]:
+    """Host bytes left for activations of E entries (negative: not even state fits), and the policy
+    that sends them."""
+    host = table.costs.host
+    if host is None:
+        return np.full(row.size, np.inf), -1
+    state = (counts * host.layer[row]).sum(axis=1) + table.away_bytes[row, stage]
+    room = host.act_capacity[row] * (1 + SLACK) - host.shared[row] * state
+    held = state <= host.state_capacity[row] * (1 + SLACK)
+    return np.where(held, room, -1.0), host.act_policy
+
+
+def _most_away(
+    costs: StageCosts,
+    row: Index,
+    counts: Numbers,
+    main: int,
+    room: Array,
+    others_away: bool,
+    in_flight: Array,
+) -> Array:
+    """Layers of the main kind whose activations host memory holds, (E,); negative: the rest does
+    not fit. `others_away`: the other kinds' layers send theirs as well."""
+    if costs.host is None or costs.host.act_policy < 0:
+        return np.where(room >= 0, np.inf, -1.0)
+    each = in_flight[:, None] * costs.host.act[row]
+    if others_away:
+        sent = counts * each
+        room = room - sent.sum(axis=1) + sent[:, main]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.floor(room / each[:, main] + 1e-9)
+    return np.where(room < 0, -1.0, np.where(each[:, main] > 0, most, np.inf))
+
+
+def _fill_away(
+    number: Numbers,
+    room: Array,
+    seconds: Array,
+    num_bytes: Array,
+    allowed: NDArray[np.bool_],
+    away_policy: int,
+    most_away: Array,
+) -> tuple[Array, Index]:
+    """`_fill` with at most `most_away` layers under the policy that sends activations away.
+
+    Where host memory has room for some of the layers, every number of them is tried.
+    """
+    limited = np.zeros(number.shape, dtype=bool)
+    if away_policy >= 0:
+        limited = allowed[:, away_policy] & (most_away < number)
+    if not limited.any():
+        return _fill(number, room, seconds, num_bytes, allowed)
+    without = allowed.copy()
+    without[limited, away_policy] = False
+    time, mix = _fill(number, room, seconds, num_bytes, without)
+    index = np.flatnonzero(limited & (most_away >= 1))
+    if index.size == 0:
+        return time, mix
+    most = most_away[index].astype(np.int64)
+    entry = np.repeat(index, most)
+    sent = np.arange(entry.size) - np.repeat(np.cumsum(most) - most, most) + 1
+    rest_s, rest = _fill(
+        number[entry] - sent,
+        room[entry] - sent * num_bytes[entry, away_policy],
+        seconds[entry],
+        num_bytes[entry],
+        without[entry],
+    )
+    rest_s = rest_s + sent * seconds[entry, away_policy]
+    rest[:, away_policy] += sent
+    order = np.lexsort((sent, rest_s, entry))
+    first = order[np.unique(entry[order], return_index=True)[1]]
+    better = first[rest_s[first] < time[entry[first]]]
+    time[entry[better]], mix[entry[better]] = rest_s[better], rest[better]
+    return time, mix
 
 
 def _fill(
