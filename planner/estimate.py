@@ -16,8 +16,8 @@ from planner.costs import RowCosts, row_costs
 from planner.layer import LayerCosts
 from planner.layout import RECOMPUTE, SCHEDULES, Layout, StageLayout
 from planner.model_flops import model_flops_per_token
-from planner.parallel import data_parallel, pipeline_parallel
-from planner.provider import ModelProvider, total
+from planner.parallel import pipeline_parallel
+from planner.provider import OFFLOADED, ModelProvider, total
 from planner.results import CommOp, Estimate, StageCosts
 from planner.setting import Setting
 from planner.stages import layers_of_chunks, virtual_stage
@@ -106,6 +106,7 @@ def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
             edge(head),
             np.array([stretch * scalar(first.kept_bytes[0])]),
             np.array([stretch * scalar(head.kept_bytes[0])]),
+            np.array([[scalar(x.kept_bytes[0]) for x in layers]]),
         ),
         StateSums(
             blocks("up_s"),
@@ -119,6 +120,7 @@ def sums_of(named: RowCosts, setting: Setting) -> tuple[LayerSums, StateSums]:
             np.array([[scalar(total(items)) for items in held]]),
             np.array([scalar(total(memory.fixed))]),
             np.array([scalar(total(named.constant_s))]),
+            np.array([[scalar(block) for block in memory.away]]),
         ),
     )
 
@@ -268,28 +270,30 @@ def memory_of(row: Row, rank: int, stage: StageLayout) -> dict[str, float]:
     return items
 
 
-def host_bytes_per_node(row: Row, stages: Sequence[StageLayout]) -> float:
-    """Host memory that offload takes on one node, with the fullest stage on all of its GPUs."""
-    from planner.memory import element_sizes
+def host_bytes(row: Row, rank: int, stage: StageLayout) -> dict[str, float]:
+    """What one rank keeps outside of its device, by where: `host`, `nvme` [bytes]."""
+    host = row.sums.host
+    if host is None:
+        return {"host": 0.0, "nvme": 0.0}
+    state = sum(n * float(host.layer[0, k]) for k, n in enumerate(stage.layers))
+    state += scalar(host.first) if rank == 0 else 0.0
+    state += scalar(host.head) if rank == row.head_stage else 0.0
+    sent = sum(
+        policies[OFFLOADED] * float(host.act[0, k]) for k, policies in enumerate(stage.policies)
+    )
+    shared = scalar(host.shared)
+    return {
+        "host": shared * state + row.in_flight[rank] * sent,
+        "nvme": (1.0 - shared) * state,
+    }
 
-    setting, layout = row.setting, row.provider.table(row.layout)
-    if row.layout.offload == 0:
-        return 0.0
-    size = element_sizes(setting)
-    dense = scalar(data_parallel.host_bytes(layout, data_parallel.dense_groups(layout), size))
-    expert = scalar(data_parallel.host_bytes(layout, data_parallel.expert_groups(layout), size))
-    params = row.named.params
-    most = 0.0
-    for rank, stage in enumerate(stages):
-        held = sum(
-            n
-            * (dense * scalar(params.trained_dense[k]) + expert * scalar(params.trained_expert[k]))
-            for k, n in enumerate(stage.layers)
-        )
-        held += dense * scalar(params.first) if rank == 0 else 0.0
-        held += dense * scalar(params.head) if rank == row.head_stage else 0.0
-        most = max(most, held)
-    return most * min(setting.cluster.gpus_per_node, setting.num_gpus)
+
+def away_bytes_per_node(row: Row, stages: Sequence[StageLayout]) -> dict[str, float]:
+    """Host memory and NVMe that offload takes on one node, with the fullest stage on all of its
+    GPUs."""
+    ranks = [host_bytes(row, rank, stage) for rank, stage in enumerate(stages)]
+    local = row.setting.gpus_on_node
+    return {place: local * max(rank[place] for rank in ranks) for place in ("host", "nvme")}
 
 
 def comm_ops_of(row: Row, rank: int, stage: StageLayout) -> tuple[CommOp, ...]:
@@ -377,6 +381,7 @@ def estimate_stages(
     if bounds:
         lower = step_time(cost_row(layout, replace(setting, overlap="all")), stages)
         upper = step_time(cost_row(layout, replace(setting, overlap="none")), stages)
+    away = away_bytes_per_node(row, stages)
     train, num_gpus = setting.train, setting.num_gpus
     tokens = train.global_batch_size * train.seq_len
     peak = setting.cluster.device.peak_flops_per_s[peak_precision(setting)]
@@ -398,7 +403,8 @@ def estimate_stages(
         mfu=model_total / (time * num_gpus * peak),
         hfu=(model_total + share) / (time * num_gpus * peak),
         comm_ops=comm_ops_of(row, slowest, stages[slowest]),
-        host_bytes_per_node=host_bytes_per_node(row, stages),
+        host_bytes_per_node=away["host"],
+        nvme_bytes_per_node=away["nvme"],
         detail={
             "slowest_stage": slowest,
             "num_microbatches": int(m),

@@ -10,13 +10,16 @@ from planner.errors import DoesNotFit, LayoutError, ShardwiseError
 from planner.forms import layout_document
 from planner.layout_text import format_layout
 from planner.legality import check_fixed
+from planner.parallel.offload import NVME
 from planner.provider import ModelProvider
 from planner.search.found import Found
+from planner.search.nearest import Nearest
 from planner.search.search import LeastGpus, least_gpus
 from planner.setting import Setting
 from planner.words import gib
 
 MOST_GPUS = 65_536
+PLACES = {"host": "host memory", "nvme": "NVMe"}
 
 
 def nothing_fits(
@@ -48,17 +51,24 @@ def nothing_fits(
     }
     detail = ""
     if near is not None:
+        place = place_of(near)
+        # Host memory and NVMe belong to the node, and the fullest stage may lie on all its GPUs.
+        scale = 1 if place == "device" else setting.gpus_on_node
+        of = "" if place == "device" else f" of {PLACES[place]} a node"
         values |= {
             "layout": layout_document(near.layout),
-            "missing_bytes": near.missing_bytes,
-            "needed_bytes": near.needed_bytes,
+            "memory": place,
+            "capacity_bytes": scale * near.capacity_bytes,
+            "missing_bytes": scale * near.missing_bytes,
+            "needed_bytes": scale * near.needed_bytes,
             "largest_term": near.main_term,
-            "terms_bytes": dict(near.terms_bytes),
+            "terms_bytes": {name: scale * size for name, size in near.terms_bytes.items()},
         }
         detail = (
             f"; the nearest is {format_layout(near.layout)}, whose stage {near.stage} misses "
-            f"{gib(near.missing_bytes)} of {gib(provider_capacity(setting))}, its largest term "
-            f"being {near.main_term} with {gib(near.terms_bytes[near.main_term])}"
+            f"{gib(scale * near.missing_bytes)} of {gib(scale * near.capacity_bytes)}{of}, its "
+            f"largest term being {near.main_term} with "
+            f"{gib(scale * near.terms_bytes[near.main_term])}"
         )
     return DoesNotFit(
         f"{setting.model.name} does not fit on {setting.num_gpus} GPUs of {setting.cluster.name} "
@@ -66,6 +76,13 @@ def nothing_fits(
         values=values,
         legal={"gpus": [least.num_gpus] if least.num_gpus else []},
     )
+
+
+def place_of(near: Nearest) -> str:
+    """Which memory is short: device, host or nvme."""
+    if near.memory == "state" and int(near.layout.offload) in NVME:
+        return "nvme"
+    return "device" if near.memory == "device" else "host"
 
 
 def provider_capacity(setting: Setting) -> float:

@@ -127,12 +127,29 @@ def split_state(
 
 @dataclass(frozen=True, slots=True)
 class MemoryItems:
-    """Named addends of static memory: of a layer of each kind, every rank, first and head rank."""
+    """Named addends of static memory: of a layer of each kind, every rank, first and head rank.
+
+    `away` is what offload keeps in host memory or on NVMe: by layer kind, then first and head rank.
+    """
 
     layer: list[dict[str, Any]]
     fixed: dict[str, Any]
     first: dict[str, Any]
     head: dict[str, Any]
+    away: list[Any]
+
+
+def away_bytes(
+    params: RankParameters, layout: Layout, setting: Setting, size: ElementBytes
+) -> list[Any]:
+    """Bytes of state that this rank offloads, by block: layer kinds, embedding, head."""
+    dense, expert = data_parallel.dense_groups(layout), data_parallel.expert_groups(layout)
+    one = data_parallel.host_bytes(layout, dense, size)
+    two = data_parallel.host_bytes(layout, expert, size)
+    layers = [
+        one * d + two * e for d, e in zip(params.trained_dense, params.trained_expert, strict=True)
+    ]
+    return [*layers, one * params.trained_first, one * params.trained_head]
 
 
 def element_sizes(setting: Setting) -> ElementBytes:
@@ -223,4 +240,5 @@ def memory_items(layout: Layout, params: RankParameters, setting: Setting) -> Me
         fixed,
         {k: stretch * v for k, v in first.items()},
         {k: stretch * v for k, v in head.items()},
+        away_bytes(params, layout, setting, size),
     )

@@ -21,9 +21,9 @@ from planner.layer import unique_rows
 from planner.layout import RECOMPUTE, SCHEDULES, Layout
 from planner.legality import RULES, Situation, legal_mask
 from planner.memory import memory_items, rank_parameters
-from planner.parallel import data_parallel, pipeline_parallel
+from planner.parallel import data_parallel, offload, pipeline_parallel
 from planner.parameters import padded_vocab
-from planner.results import Array, StageCosts
+from planner.results import Array, HostBytes, StageCosts
 from planner.schedules import bubble_beta, in_flight
 from planner.search.provider import PIPE_KEY, STATE_KEY, Space
 from planner.setting import Setting
@@ -203,7 +203,6 @@ class ModelProvider:
             some = Traffic(*[getattr(traffic, f)[streams][:, :, None] for f in TRAFFIC])
             forward = layers.forward_s[streams][:, :, None]
             seconds[streams] += streaming_s(some, forward, backward[streams], s)
-        self.forbid_offload(rows, seconds, layers)
         step = step_addends(
             traffic, layers.forward_s, layers.backward_s, state.optimizer_s[:, kinds], s
         )
@@ -245,20 +244,33 @@ class ModelProvider:
             first_act_bytes=layers.first_kept_bytes,
             constant_s=state.constant_s + np.where(hidden, fill, 0.0),
             capacity_bytes=self.capacity_bytes,
+            host=self.host_costs(rows, layers, state),
         )
 
-    def forbid_offload(self, rows: Layout, seconds: Array, layers: LayerSums) -> None:
-        """Rule out activation offload where host memory cannot hold every layer of every rank.
+    def host_costs(self, rows: Layout, layers: LayerSums, state: StateSums) -> HostBytes | None:
+        """What offload keeps in host memory or on NVMe, and each rank's equal share of either.
 
-        b = in flight on rank 0 * ceil(layers / pp) * bytes of the largest kind * GPUs of the node.
+        None where nothing is offloaded, so that a search without offload costs nothing.
         """
-        if OFFLOADED not in self.policy_codes:
-            return
-        s, j = self.setting, self.policy_codes.index(OFFLOADED)
-        kept = layers.working_bytes[:, :, j].max(axis=1) / 2  # two layers are in use
-        each = -(-s.model.num_hidden_layers // np.asarray(rows.pp))
-        needed = self.in_flight(rows, 0) * each * kept * min(s.cluster.gpus_per_node, s.num_gpus)
-        seconds[needed > s.cluster.host_memory_bytes, :, j] = np.inf
+        s = self.setting
+        act = self.policy_codes.index(OFFLOADED) if OFFLOADED in self.policy_codes else -1
+        code = np.asarray(rows.offload)
+        if act < 0 and not code.any():
+            return None
+        memory = s.cluster.host_memory_bytes
+        host = memory / s.gpus_on_node if memory > 0 else np.inf
+        nvme = s.cluster.nvme_bytes / s.gpus_on_node
+        on_nvme = offload.is_one_of(code, offload.NVME)
+        return HostBytes(
+            layer=state.away_bytes[:, : self.num_kinds],
+            first=state.away_bytes[:, -2],
+            head=state.away_bytes[:, -1],
+            act=layers.away_bytes,
+            state_capacity=np.where(on_nvme, nvme, host),
+            act_capacity=np.full(code.shape, host),
+            shared=np.where(on_nvme, 0.0, 1.0),
+            act_policy=act,
+        )
 
     @property
     def capacity_bytes(self) -> float:

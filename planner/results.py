@@ -177,6 +177,7 @@ class Estimate:
     hfu: float
     comm_ops: tuple[CommOp, ...] = ()
     host_bytes_per_node: float = 0.0
+    nvme_bytes_per_node: float = 0.0
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -28,6 +28,11 @@ class Setting:
         return 4.0 if self.train.precision == "fp32" else 2.0
 
     @property
+    def gpus_on_node(self) -> int:
+        """GPUs of the job on one node, which share its host memory."""
+        return min(self.cluster.gpus_per_node, self.num_gpus)
+
+    @property
     def host_link_bytes_per_s(self) -> float:
         """What a long copy to host memory reaches per GPU and direction, all GPUs copying."""
         cluster = self.cluster

@@ -110,6 +110,7 @@ class LayerSums:
     head_s: Array
     first_kept_bytes: Array
     head_kept_bytes: Array
+    away_bytes: Array  # (R, K) what offload sends to host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class StateSums:
     static_bytes: Array
     fixed_bytes: Array
     constant_s: Array
+    away_bytes: Array  # as blocks
 
     def traffic(self, blocks: Any) -> Traffic:
         """Traffic of some blocks: layer kinds, then -2 the embedding, -1 the head."""
@@ -194,6 +196,7 @@ class Tables:
             wide(both(head), size),
             stretch * wide(first.kept_bytes[0], size),
             stretch * wide(head.kept_bytes[0], size),
+            stacked([x.kept_bytes[0] for x in layers], size),
         )
 
     def state_arrays(self, table: Layout) -> tuple[Array, ...]:
@@ -219,6 +222,7 @@ class Tables:
             stacked([sum(items.values()) for items in blocks], size),
             wide(sum(memory.fixed.values()), size),
             wide(sum(state.constant_s.values()), size),
+            stacked(memory.away, size),
         )
 
     def layer_sums(self, table: Layout) -> LayerSums:

@@ -123,8 +123,8 @@ def state_bytes(
     References: Rajbhandari2020 section 3.
     """
     zero, n = np.asarray(layout.zero), np.maximum(1, groups.shard)
-    state = size.master + size.moments
-    optimizer = np.where(zero >= 1, (state + size.step_grad) / n, state)
+    state = size.master + size.moments + size.step_grad
+    optimizer = np.where(zero >= 1, state / n, state)
     gradients = np.where(zero >= 2, size.grad / n, size.grad)
     weights = np.where(zero >= 3, size.weight / n, size.weight)
     unsharded = np.zeros_like(weights)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from planner.layout import Layout
 from planner.results import Array, StageCosts
-from planner.search.bounds import RowBound, largest_stage, row_bound, split_bound
+from planner.search.bounds import RowBound, host_share, largest_stage, row_bound, split_bound
 from planner.search.candidates import Candidates, expand, rows
 from planner.search.columns import SLACK, Stages, stages
 from planner.search.found import Counts, Solved
@@ -122,6 +122,9 @@ class BestFirst:
             layouts = rows(self.table, cell[part], local[part])
             costs, bound = self._costs(layouts, cell[part])
             fits = bound.floor_bytes <= costs.capacity_bytes * (1 + 2 * SLACK)
+            if costs.host is not None:
+                share = host_share(costs, self.order, np.asarray(layouts.pp))
+                fits &= share <= 1 + 2 * SLACK
             good = np.flatnonzero(fits & (bound.time_s < limit))
             self._tally(built=int(fits.size), fits=int(fits.sum()))
             parts.append((cell[part][good], local[part][good], bound.time_s[good]))

@@ -84,6 +84,21 @@ def row_bound(
     return RowBound(time, sum_s, most_step, fullest)
 
 
+def host_share(costs: StageCosts, order: LayerOrder, pp: Array) -> Array:
+    """Least share of its room that the fullest rank's offloaded state takes, (R,); above 1: no
+    split fits. By averages and the pigeonhole principle, as in `row_bound`."""
+    host = costs.host
+    if host is None:
+        return np.zeros(np.shape(pp))
+    held = host.first + host.head
+    fullest = np.maximum(host.first, host.head)
+    for k, number in enumerate(order.counts):
+        held = held + number * host.layer[:, k]
+        fullest = np.maximum(fullest, np.ceil(number / pp) * host.layer[:, k])
+    most = np.maximum(fullest, held / pp)
+    return np.where(most > 0, most / np.maximum(host.state_capacity, 1e-300), 0.0)
+
+
 def largest_stage(costs: StageCosts, bound: RowBound, limit_s: Array) -> Array:
     """Largest M that a layout no slower than `limit_s` can have [s], (R,)."""
     spare = limit_s - bound.step_s - costs.constant_s

@@ -48,10 +48,7 @@ class Stages:
     def take(self, index: Index) -> Stages:
         return Stages(
             self.costs.take(index),
-            *(
-                getattr(self, name)[index]
-                for name in STAGE_COLUMNS
-            ),
+            *(getattr(self, name)[index] for name in STAGE_COLUMNS),
         )
 
 
@@ -292,9 +289,7 @@ def _entry_others(
     return seconds, num_bytes, work
 
 
-def _away_room(
-    table: Stages, row: Index, stage: Index, counts: Numbers
-) -> tuple[Array, int]:
+def _away_room(table: Stages, row: Index, stage: Index, counts: Numbers) -> tuple[Array, int]:
     """Host bytes left for activations of E entries (negative: not even state fits), and the policy
     that sends them."""
     host = table.costs.host

@@ -184,6 +184,7 @@ def best_stage(
                 num_bytes += in_flight * n * float(costs.layer_act_bytes[0, k, p])
             num_bytes += max((float(costs.working_bytes[0, k, p]) for k, p, _ in used), default=0.0)
             fits = num_bytes <= costs.capacity_bytes * (1 + 1e-12)
+            fits &= fits_host(costs, first, last, in_flight, counts, used)
             if fits and time < float("inf") and (best is None or time < best):
                 best = time
     if best is None:
@@ -191,3 +192,25 @@ def best_stage(
     step = sum(n * float(costs.layer_step_s[0, k]) for k, n in enumerate(counts))
     step += float(costs.first_step_s[0]) * first + float(costs.head_step_s[0]) * last
     return best, step
+
+
+def fits_host(
+    costs: StageCosts,
+    first: bool,
+    last: bool,
+    in_flight: float,
+    counts: tuple[int, ...],
+    used: list[tuple[int, int, int]],
+) -> bool:
+    """Whether a rank's share of host memory (or NVMe) holds what offload sends there; `used` are
+    (kind, policy, layers)."""
+    host = costs.host
+    if host is None:
+        return True
+    state = float(host.first[0]) * first + float(host.head[0]) * last
+    state += sum(n * float(host.layer[0, k]) for k, n in enumerate(counts))
+    if state > float(host.state_capacity[0]) * (1 + 1e-12):
+        return False
+    sent = sum(n * float(host.act[0, k]) for k, p, n in used if p == host.act_policy)
+    held = float(host.shared[0]) * state + in_flight * sent
+    return held <= float(host.act_capacity[0]) * (1 + 1e-12)

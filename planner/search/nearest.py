@@ -1,18 +1,19 @@
-"""What misses the capacity least when nothing fits."""
+"""What misses its memories least, relative to what they hold, when nothing fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.layout import Layout
-from planner.results import Array
-from planner.search.bounds import min_bottleneck, row_bound
+from planner.results import Array, StageCosts
+from planner.search.bounds import host_share, min_bottleneck, row_bound
 from planner.search.candidates import Candidates, expand, rows
-from planner.search.columns import stages
+from planner.search.columns import Stages, stages
 from planner.search.orders import LayerOrder, patterns
 from planner.search.positions import PositionColumns, Positions, positions
 from planner.search.provider import CostProvider
@@ -24,10 +25,13 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The layout whose fullest rank needs least memory, each kind under its leanest single policy.
+    """The layout whose fullest rank needs least of its fullest memory, relative to what that holds,
+    each kind under its leanest single policy.
 
-    `needed_bytes` is what that rank needs, `missing_bytes` how much more than its capacity;
-    `terms_bytes` are the named addends of that rank and `main_term` the largest.
+    `memory` is the one that is short: ``device``, ``state`` (where offloaded state goes) or
+    ``activations`` (where they are sent). `needed_bytes` is what that rank needs of it,
+    `missing_bytes` how much more than its capacity; `terms_bytes` are the named addends of that
+    rank and `main_term` the largest.
     """
 
     layout: Layout
@@ -36,19 +40,22 @@ class Nearest:
     stage: int
     terms_bytes: Mapping[str, float]
     main_term: str
+    memory: str = "device"
+    capacity_bytes: float = 0.0
 
 
 def nearest_row(provider: CostProvider, table: Candidates, order: LayerOrder) -> Nearest | None:
-    """The legal layout that misses the capacity least; None where no layout is legal.
+    """The legal layout that misses capacity least; None where no layout is legal.
 
-    Best-first: cells, then rows, by their memory floors; the least bytes of the fullest rank over
-    all splits by bisection, until the next floor is no lower.
+    Best-first: cells, then rows, by the least share of a memory that they take; the least share of
+    the fullest rank over all splits by bisection, until the next floor is no lower.
     """
     if table.num_cells == 0:
         return None
     costs, in_flight = provider.cell_costs(table.cells)
     pp = np.asarray(table.cells.pp)
     floor = row_bound(costs, order, pp, np.ones_like(pp), in_flight).floor_bytes
+    floor = floor / costs.capacity_bytes
     cells = np.argsort(floor, kind="stable")
     best: tuple[float, int, int] | None = None
     at = 0
@@ -60,9 +67,9 @@ def nearest_row(provider: CostProvider, table: Candidates, order: LayerOrder) ->
         layouts = rows(table, cell, local)
         own_pp = np.asarray(layouts.pp)
         low = np.minimum(provider.in_flight(layouts, 0), provider.in_flight(layouts, own_pp - 1))
-        own = row_bound(
-            provider.stage_costs(layouts, cell), order, own_pp, np.asarray(layouts.vpp), low
-        ).floor_bytes
+        costs = provider.stage_costs(layouts, cell)
+        own = row_bound(costs, order, own_pp, np.asarray(layouts.vpp), low).floor_bytes
+        own = np.maximum(own / costs.capacity_bytes, host_share(costs, order, own_pp))
         ranked = np.argsort(own, kind="stable")
         for start in range(0, ranked.size, _BATCH):
             part = ranked[start : start + _BATCH]
@@ -77,10 +84,23 @@ def nearest_row(provider: CostProvider, table: Candidates, order: LayerOrder) ->
     return _explain(provider, table, order, *best)
 
 
-def _stage_bytes(
+Terms = dict[str, Array]  # named bytes of columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Columns of one split problem: share of the fullest memory, and per memory its terms."""
+
+    value: float  # the least share of the fullest rank, over all splits
+    share: Array
+    terms: Mapping[str, Terms]
+    capacity: Mapping[str, float]
+
+
+def _columns(
     provider: CostProvider, table: Candidates, cell: int, local: int, order: LayerOrder
-) -> list[tuple[float, Array, dict[str, Array]]]:
-    """Per split pattern of one layout: the least bytes of its fullest rank, and the columns."""
+) -> list[_Columns]:
+    """Per split pattern and leanest policy of one layout, its columns."""
     at = np.array([cell]), np.array([local])
     layout = rows(table, *at)
     costs = provider.stage_costs(layout, at[0])
@@ -90,30 +110,101 @@ def _stage_bytes(
         np.asarray(provider.in_flight(layout, np.arange(pp)[None, :]), dtype=float), (1, pp)
     )
     staged = stages(costs, in_flight, head)
+    result = []
+    for lean in _leanest(costs, in_flight):
+        capacity = {"device": costs.capacity_bytes}
+        if costs.host is not None:
+            capacity["state"] = float(costs.host.state_capacity[0])
+            capacity["activations"] = float(costs.host.act_capacity[0])
+
+        def terms(counts: Array, lean: Index = lean) -> dict[str, Terms]:
+            return _terms(staged, lean, counts)
+
+        result += [
+            _Columns(value, share, named, capacity)
+            for value, share, named in _split_columns(
+                terms, capacity, order, pp, vpp, bool(head[0] == 0 and pp > 1)
+            )
+        ]
+    return result
+
+
+def _leanest(costs: StageCosts, in_flight: Array) -> list[Index]:
+    """The policy of least device memory by kind; and the least of those that send nothing away."""
     allowed = np.isfinite(costs.layer_s[0])
     total = in_flight[0].mean() * costs.layer_act_bytes[0] + costs.working_bytes[0]
     lean = np.where(allowed, total, np.inf).argmin(axis=1)  # (K,)
+    if costs.host is None or costs.host.act_policy < 0:
+        return [lean]
+    stays = allowed.copy()
+    stays[:, costs.host.act_policy] = False
+    if not stays.any(axis=1).all():
+        return [lean]
+    return [lean, np.where(stays, total, np.inf).argmin(axis=1)]
+
+
+def _terms(staged: Stages, lean: Index, counts: Array) -> dict[str, Terms]:
+    """Named bytes of columns with `counts` (S, ..., K) layers, by memory."""
+    costs = staged.costs
+    pp = staged.in_flight.shape[1]
     kinds = np.arange(lean.size)
     act = costs.layer_act_bytes[0, kinds, lean]
     work = costs.working_bytes[0, kinds, lean]
-    static = costs.layer_static_bytes[0]
-    base_terms = {
-        "fixed": np.broadcast_to(costs.fixed_bytes[0], (pp,)),
-        "embedding": staged.first[0] * costs.first_bytes[0],
-        "head": staged.head[0] * costs.head_bytes[0],
-        "embedding activations": staged.first[0] * in_flight[0] * costs.first_act_bytes[0],
+    shape = counts.shape[:-1]
+    column = (pp, *[1] * (len(shape) - 1))
+    first, head = staged.first[0].reshape(column), staged.head[0].reshape(column)
+    in_flight = staged.in_flight[0].reshape(column)
+
+    def whole(items: dict[str, Any]) -> Terms:
+        return {name: np.broadcast_to(value, shape) for name, value in items.items()}
+
+    found = {
+        "device": whole(
+            {
+                "fixed": costs.fixed_bytes[0],
+                "embedding": first * costs.first_bytes[0],
+                "head": head * costs.head_bytes[0],
+                "embedding activations": first * in_flight * costs.first_act_bytes[0],
+                "weights, gradients and optimizer of layers": counts @ costs.layer_static_bytes[0],
+                "activations of layers": (counts @ act) * in_flight,
+                "working memory": np.where(counts > 0, work, 0.0).max(axis=-1),
+            }
+        )
     }
-
-    def terms(counts: Array) -> dict[str, Array]:
-        shape = counts.shape[:-1]
-        spread = [1] * (len(shape) - 1)
-        return {
-            **{n: np.broadcast_to(v.reshape(pp, *spread), shape) for n, v in base_terms.items()},
-            "weights, gradients and optimizer of layers": counts @ static,
-            "activations of layers": (counts @ act) * in_flight[0].reshape(pp, *spread),
-            "working memory": np.where(counts > 0, work, 0.0).max(axis=-1),
+    host = costs.host
+    if host is not None:
+        state = {
+            "offloaded state of layers": counts @ host.layer[0],
+            "offloaded state of the embedding": first * host.first[0],
+            "offloaded state of the head": head * host.head[0],
         }
+        sent = np.where(lean == host.act_policy, host.act[0], 0.0)
+        shared = {name: host.shared[0] * value for name, value in state.items()}
+        found["state"] = whole(state)
+        found["activations"] = whole(
+            {**shared, "offloaded activations": (counts @ sent) * in_flight}
+        )
+    return found
 
+
+def _shares(terms: Mapping[str, Terms], capacity: Mapping[str, float]) -> Array:
+    """Share of the memory that each column fills most."""
+    shares = [
+        np.sum(list(items.values()), axis=0) / max(capacity[memory], 1e-300)
+        for memory, items in terms.items()
+    ]
+    fullest: Array = np.max(shares, axis=0)
+    return fullest
+
+
+def _split_columns(
+    terms: Callable[[Array], dict[str, Terms]],
+    capacity: Mapping[str, float],
+    order: LayerOrder,
+    pp: int,
+    vpp: int,
+    v_shape: bool,
+) -> list[tuple[float, Array, dict[str, Terms]]]:
     result = []
     if order.form == "any" and vpp == 1:
         found: Positions = positions(order)
@@ -128,20 +219,20 @@ def _stage_bytes(
         vector = np.full(inside.shape, -1, dtype=np.int64)
         vector[inside] = index.reshape(-1)
         wide = np.broadcast_to(vectors, (pp, *vectors.shape)).astype(float)
-        addends = terms(wide)
-        bytes_ = np.sum(list(addends.values()), axis=0)
-        value = PositionColumns(bytes_[None], bytes_[None], vectors, vector).min_bottleneck()
-        result.append((float(value[0]), bytes_, addends))
+        named = terms(wide)
+        share = _shares(named, capacity)
+        value = PositionColumns(share[None], share[None], vectors, vector).min_bottleneck()
+        result.append((float(value[0]), share, named))
         return result
-    for pattern in patterns(order, pp, vpp, bool(head[0] == 0 and pp > 1)):
+    for pattern in patterns(order, pp, vpp, v_shape):
         width = int((pattern.hi - pattern.lo).max(initial=0)) + 1
         counts = np.repeat(pattern.base[:, None, :], width, axis=1).astype(float)
         counts[:, :, pattern.free] += pattern.lo[:, None] + np.arange(width)
-        addends = terms(counts)
-        bytes_ = np.sum(list(addends.values()), axis=0)
-        bytes_ = np.where(np.arange(width) > (pattern.hi - pattern.lo)[:, None], np.inf, bytes_)
-        value = min_bottleneck(bytes_[None], pattern.lo[None], np.array([pattern.total]))
-        result.append((float(value[0]), bytes_, addends))
+        named = terms(counts)
+        share = _shares(named, capacity)
+        share = np.where(np.arange(width) > (pattern.hi - pattern.lo)[:, None], np.inf, share)
+        value = min_bottleneck(share[None], pattern.lo[None], np.array([pattern.total]))
+        result.append((float(value[0]), share, named))
     return result
 
 
@@ -150,8 +241,8 @@ def _needed(
 ) -> Array:
     values = []
     for c, i in zip(cell.tolist(), local.tolist(), strict=True):
-        found = _stage_bytes(provider, table, c, i, order)
-        values.append(min((f[0] for f in found), default=np.inf))
+        found = _columns(provider, table, c, i, order)
+        values.append(min((f.value for f in found), default=np.inf))
     return np.array(values)
 
 
@@ -163,17 +254,21 @@ def _explain(
     cell: int,
     local: int,
 ) -> Nearest:
-    found = _stage_bytes(provider, table, cell, local, order)
-    value, bytes_, addends = min(found, key=lambda f: f[0])
-    at = np.unravel_index(int(np.abs(bytes_ - value).argmin()), bytes_.shape)
-    terms = {name: float(column[at]) for name, column in addends.items() if column[at] > 0}
-    layout = rows(table, np.array([cell]), np.array([local]))
-    capacity = provider.stage_costs(layout, np.array([cell])).capacity_bytes
+    found = min(_columns(provider, table, cell, local, order), key=lambda f: f.value)
+    at = np.unravel_index(int(np.abs(found.share - needed).argmin()), found.share.shape)
+    totals = {
+        memory: float(sum(column[at] for column in items.values()))
+        for memory, items in found.terms.items()
+    }
+    memory = max(totals, key=lambda m: totals[m] / max(found.capacity[m], 1e-300))
+    terms = {name: float(c[at]) for name, c in found.terms[memory].items() if c[at] > 0}
     return Nearest(
-        layout=layout.take(0),
-        needed_bytes=needed,
-        missing_bytes=needed - capacity,
+        layout=rows(table, np.array([cell]), np.array([local])).take(0),
+        needed_bytes=totals[memory],
+        missing_bytes=totals[memory] - found.capacity[memory],
         stage=int(at[0]),
         terms_bytes=terms,
         main_term=max(terms, key=lambda name: terms[name]),
+        memory=memory,
+        capacity_bytes=found.capacity[memory],
     )

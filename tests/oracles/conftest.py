@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.layout import RECOMPUTE, SCHEDULES, Layout
-from planner.results import StageCosts
+from planner.results import HostBytes, StageCosts
 from planner.search.provider import PIPE_KEY, STATE_KEY, Space
 
 TIME = np.array([1.0, 1.13, 1.31, 1.07])  # by policy: none, selective, full, offload
@@ -31,6 +31,7 @@ class ToyCosts:
     weights: tuple[float, ...] = (1.0, 3.1, 1.4)
     acts: tuple[float, ...] = (1.0, 1.4, 0.7)
     working: float = 1.0
+    host: float | None = None  # room of a rank outside of the device, None: nothing is offloaded
     values: dict[str, tuple[int, ...]] = field(default_factory=dict)
     state_key: tuple[str, ...] = STATE_KEY
     pipe_key: tuple[str, ...] = PIPE_KEY
@@ -82,6 +83,25 @@ class ToyCosts:
             gather=np.where(zero3, 0.11 + 0.001 * sharded, 0.0),
             step=np.where(offload, 1.0, 0.2) / sharded + np.where(rows.dp * rows.cp > 1, 0.5, 0.0),
             p2p=np.where(rows.pp > 1, 0.02 * rows.vpp, 0.0),
+            host=self._host(rows, np.where(offload, 4.0 / sharded, 0.0)),
+        )
+
+    def _host(self, rows: Layout, state: Any) -> HostBytes | None:
+        """State goes where activations go, except under zero=3: then to a place of its own."""
+        if self.host is None:
+            return None
+        kinds, ones = self.num_kinds, np.ones(np.shape(rows.dp))
+        weights = np.array(self.weights[:kinds]) / rows.tp[:, None]
+        tokens = rows.micro_batch / (rows.tp * rows.cp)
+        return HostBytes(
+            layer=weights * state[:, None],
+            first=0.3 * state / rows.tp,
+            head=0.4 * state / rows.tp,
+            act=np.array(self.acts[:kinds]) * tokens[:, None],
+            state_capacity=np.where(rows.zero == 3, 0.7, 1.0) * self.host,
+            act_capacity=self.host * ones,
+            shared=np.where(rows.zero == 3, 0.0, 1.0),
+            act_policy=self.policies.index("offload"),
         )
 
     def cell_costs(self, cells: Layout) -> tuple[StageCosts, Any]:
@@ -97,7 +117,15 @@ class ToyCosts:
         return costs, np.ones(np.shape(cells.dp)) * 0.5
 
     def _costs(
-        self, rows: Layout, *, beta: Any, static: Any, gather: Any, step: Any, p2p: Any
+        self,
+        rows: Layout,
+        *,
+        beta: Any,
+        static: Any,
+        gather: Any,
+        step: Any,
+        p2p: Any,
+        host: HostBytes | None = None,
     ) -> StageCosts:
         kinds = self.num_kinds
         size = np.shape(rows.dp)
@@ -135,6 +163,7 @@ class ToyCosts:
             first_act_bytes=0.1 * tokens,
             constant_s=0.05 * ones,
             capacity_bytes=self.capacity,
+            host=host,
         )
 
     def in_flight(self, rows: Layout, stage: Any) -> Any:

@@ -53,6 +53,7 @@ def problems(draw: Any) -> dict[str, Any]:
         "num_gpus": draw(st.sampled_from([2, 4, 6, 8])),
         "batch": draw(st.sampled_from([8, 12, 24])),
         "capacity": draw(st.sampled_from([4.0, 5.5, 7.3, 9.1, 13.7, 21.3, 90.0])),
+        "host": draw(st.sampled_from([None, 0.8, 1.7, 3.1, 6.3, 14.0])),
         "working": draw(st.sampled_from([0.0, 1.0, 3.0])),
         "seconds": tuple(draw(st.sampled_from([0.6, 1.0, 1.7, 2.9])) for _ in range(3)),
         "offered": policies,
