@@ -17,7 +17,7 @@ from planner.estimate import (
 )
 from planner.explain import memory_warnings, unverified_facts
 from planner.forms import layout_document
-from planner.infeasible import nothing_fits
+from planner.infeasible import PLACES, nothing_fits
 from planner.layout import RECOMPUTE, Layout, StageLayout
 from planner.layout_text import parse_request
 from planner.legality import Situation, check, check_fixed
@@ -186,7 +186,9 @@ def estimate(
     stages = stage_layouts(layout, setting, per_rank, layout.recompute)
     result = estimate_stages(layout, stages, setting)
     answer = Answer(request=request_of(setting))
-    answer["verdict"] = verdict(result)
+    fit = fit_of(result, setting)
+    answer["verdict"] = fit.pop("verdict")
+    answer["fit"] = fit
     answer.update(document(layout, stages, result, setting))
     answer["warnings"] = warnings + warnings_of(result, setting)
     if trace is not None or plot is not None:
@@ -255,6 +257,7 @@ def document(
             },
             "memory_bytes": [dict(items) for items in result.memory_bytes],
             "host_bytes_per_node": result.host_bytes_per_node,
+            "nvme_bytes_per_node": result.nvme_bytes_per_node,
             "stage_s": list(result.stage_s),
             "stages": [
                 {
@@ -326,7 +329,7 @@ def layout_warnings(best: Solved, setting: Setting) -> list[str]:
 
 def warnings_of(result: Estimate, setting: Setting) -> list[str]:
     """What a person should know of memory, and of the facts under the prediction."""
-    found = memory_warnings(result, setting.cluster.host_memory_bytes)
+    found = memory_warnings(result, setting.cluster)
     device = setting.cluster.device
     curves = [
         (f"{p} matrix products", c.kind)
@@ -361,19 +364,31 @@ def certificate_of(found: Found) -> dict[str, Any]:
     }
 
 
-def verdict(result: Estimate) -> dict[str, Any]:
-    """fits, borderline or does-not-fit, with the margin."""
-    peak, capacity = result.peak_memory_bytes, result.capacity_bytes
-    margin = gib(abs(capacity - peak))
-    if peak > capacity:
-        word, text = "does-not-fit", f"Does not fit: {margin} are missing on the fullest stage."
-    elif peak > FITS_FRACTION * capacity:
-        word, text = "borderline", f"Borderline: {margin} are left on the fullest stage."
-    else:
-        word, text = "fits", f"Fits: {margin} are left on the fullest stage."
+def fit_of(result: Estimate, setting: Setting) -> dict[str, Any]:
+    """fits, borderline or does-not-fit, by the memory that is fullest, with what is left of it.
+
+    Host memory that is not known limits nothing.
+    """
+    cluster = setting.cluster
+    memories = [("device", result.peak_memory_bytes, result.capacity_bytes)]
+    for place, used, capacity in (
+        ("host", result.host_bytes_per_node, cluster.host_memory_bytes),
+        ("nvme", result.nvme_bytes_per_node, cluster.nvme_bytes),
+    ):
+        if used > 0 and capacity > 0:
+            memories.append((place, used, capacity))
+    place, used, capacity = max(memories, key=lambda m: m[1] / m[2])
+    margin = gib(abs(capacity - used))
+    where = "on the fullest stage" if place == "device" else f"of {PLACES[place]} a node"
+    word, text = "fits", f"Fits: {margin} are left {where}."
+    if used > capacity:
+        word, text = "does-not-fit", f"Does not fit: {margin} are missing {where}."
+    elif used > FITS_FRACTION * capacity:
+        word, text = "borderline", f"Borderline: {margin} are left {where}."
     return {
         "verdict": word,
-        "fits": peak <= capacity,
+        "fits": used <= capacity,
+        "memory": place,
         "text": text,
-        "margin_bytes": capacity - peak,
+        "margin_bytes": capacity - used,
     }

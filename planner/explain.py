@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hwprofiles.profile import Cluster
 from planner.forms import layout_document
 from planner.layout import Layout
 from planner.results import Estimate
@@ -104,8 +105,8 @@ def why_not_row(
     }
 
 
-def memory_warnings(estimate: Estimate, host_capacity_bytes: float) -> list[str]:
-    """Near the limit of device or host memory."""
+def memory_warnings(estimate: Estimate, cluster: Cluster) -> list[str]:
+    """Near the limit of a memory, or beyond one whose size is not known."""
     found = []
     share = estimate.peak_memory_bytes / estimate.capacity_bytes
     if NEAR_LIMIT < share <= 1:
@@ -113,10 +114,16 @@ def memory_warnings(estimate: Estimate, host_capacity_bytes: float) -> list[str]
             f"The fullest stage takes {percent(share)} of memory; fragmentation or a longer batch "
             f"may exceed it ({gib(estimate.capacity_bytes - estimate.peak_memory_bytes)} are left)."
         )
-    if estimate.host_bytes_per_node > host_capacity_bytes > 0:
+    host = estimate.host_bytes_per_node
+    if host > 0 and cluster.host_memory_bytes <= 0:
         found.append(
-            f"Offload takes {gib(estimate.host_bytes_per_node)} of host memory a node, more than "
-            f"the {gib(host_capacity_bytes)} there are."
+            f"Offload takes {gib(host)} of host memory a node; how much a node of {cluster.name} "
+            "has is not known."
+        )
+    elif NEAR_LIMIT * cluster.host_memory_bytes < host <= cluster.host_memory_bytes:
+        found.append(
+            f"Offload takes {percent(host / cluster.host_memory_bytes)} of host memory "
+            f"({gib(cluster.host_memory_bytes - host)} a node are left)."
         )
     return found
 

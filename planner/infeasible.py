@@ -40,10 +40,13 @@ def nothing_fits(
         )
     near = found.nearest
     least = least_gpus_of(setting, fixed, bounded)
+    most = most_gpus(setting)
     enough = (
         f"the least number of GPUs of {setting.cluster.name} on which it fits is {least.num_gpus}"
         if least.num_gpus
-        else f"no number of GPUs of {setting.cluster.name} up to {MOST_GPUS:,} is enough"
+        else f"{setting.cluster.name} has no more GPUs than that"
+        if setting.num_gpus >= most
+        else f"no number of GPUs of {setting.cluster.name} up to {most:,} is enough"
     )
     values: dict[str, Any] = {
         "gpus": setting.num_gpus,
@@ -97,7 +100,12 @@ def least_gpus_of(
     def provider(num_gpus: int) -> ModelProvider:
         return ModelProvider(replace(setting, num_gpus=num_gpus), fixed, bounded)
 
-    most = MOST_GPUS
-    if setting.cluster.max_nodes is not None:
-        most = min(most, setting.cluster.max_nodes * setting.cluster.gpus_per_node)
-    return least_gpus(provider, step=setting.cluster.gpus_per_node, most=most)
+    return least_gpus(provider, step=setting.cluster.gpus_per_node, most=most_gpus(setting))
+
+
+def most_gpus(setting: Setting) -> int:
+    """How many GPUs of this cluster can be asked for: all it has, or as many as are tried."""
+    cluster = setting.cluster
+    if cluster.max_nodes is None:
+        return MOST_GPUS
+    return min(MOST_GPUS, cluster.max_nodes * cluster.gpus_per_node)

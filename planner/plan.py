@@ -44,6 +44,7 @@ class Prediction:
     memory_bytes: tuple[Mapping[str, float], ...]
     capacity_bytes: float
     host_bytes_per_node: float
+    nvme_bytes_per_node: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

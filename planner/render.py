@@ -5,7 +5,7 @@ cost. Sections that the document does not have are left out. The keys:
 
 ``request``       model, cluster, num_nodes, num_gpus, global_batch_size, seq_len, precision,
                   optimizer, runtime
-``verdict``       text, fits (estimate only)
+``fit``           text, fits (estimate only)
 ``layout``        `planner.forms.layout_document` and num_microbatches
 ``prediction``    step_time_s, lower_s, upper_s, tokens_per_s_per_gpu, mfu, hfu, breakdown_s,
                   communication {exposed_s, hidden_s}, memory_bytes (per stage, named addends),
@@ -91,9 +91,9 @@ def answer_lines(document: Document, width: int) -> list[Line]:
 def recommendation(document: Document, width: int) -> list[Line]:
     """One line with the answer, one with the question."""
     lines: list[Line] = []
-    if verdict := document.get("verdict"):
-        style = "good" if verdict.get("fits", True) else "bad"
-        lines += paragraph(verdict["text"], width, style=style, indent=0)
+    if fit := document.get("fit"):
+        style = "good" if fit.get("fits", True) else "bad"
+        lines += paragraph(fit["text"], width, style=style, indent=0)
     elif "layout" in document and "prediction" in document:
         prediction = document["prediction"]
         lines += paragraph(

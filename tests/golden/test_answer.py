@@ -79,9 +79,9 @@ def test_ascii_pipe_is_readable() -> None:
 def test_stage_that_does_not_fit_says_so() -> None:
     document = copy.deepcopy(DOCUMENT)
     document["prediction"]["capacity_bytes"] = 70 * 2**30
-    document["verdict"] = {"fits": False, "text": "This layout does not fit: 1.1 GiB are missing."}
+    document["fit"] = {"fits": False, "text": "This layout does not fit: 1.1 GiB are missing."}
     text = answer_text(document)
-    assert text.splitlines()[0] == document["verdict"]["text"]
+    assert text.splitlines()[0] == document["fit"]["text"]
     assert [line.endswith("too much") for line in text.splitlines() if "█  " in line].count(
         True
     ) == 1

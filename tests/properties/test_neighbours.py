@@ -8,7 +8,7 @@ import shardwise
 
 JOBS: dict[str, dict[str, Any]] = {
     # Offload on ranks that share nothing: the ZeRO stage still says what is offloaded.
-    "offloaded": {"model": "llama-3-70b", "cluster": "rtx4090", "gpus": 8, "seq_len": 4096},
+    "offloaded": {"model": "qwen2.5-32b", "cluster": "rtx4090", "gpus": 8, "seq_len": 4096},
     "one gpu": {"model": "llama-3-8b", "cluster": "dgx-h100", "gpus": 1, "seq_len": 4096},
     "experts": {"model": "mixtral-8x7b", "cluster": "dgx-a100-80gb", "gpus": 32, "seq_len": 4096},
     "long": {"model": "llama-3-8b", "cluster": "dgx-h100", "gpus": 16, "seq_len": 131072},

@@ -107,3 +107,29 @@ def test_assignments_name_their_option() -> None:
     assert assignments(["tp=8", "zero=1"], "--fix") == {"tp": 8, "zero": 1}
     with pytest.raises(LayoutError, match="--fix 'tp=8 tp=4'"):
         assignments(["tp=8", "tp=4"], "--fix")
+
+
+def test_offload_beyond_host_memory_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twelve bytes a parameter of 405 billion are more than two nodes have in host memory."""
+    job = ["llama-3.1-405b", "--cluster", "dgx-h100", "--nodes", "2", "--json"]
+    job += ["--global-batch-size", "64", "--seq-len", "8192"]
+    assert shardwise.main(["plan", *job]) == 3
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "of host memory a node" in error["message"]
+    assert error["values"]["memory"] == "host"
+    assert error["values"]["missing_bytes"] > 1e12
+    assert error["legal"] == {"gpus": [32]}
+    layout = ["--layout", "tp=8 cp=2 zero=3 offload=optimizer-cpu recompute=full"]
+    assert shardwise.main(["estimate", *job, *layout]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"] == "does-not-fit"
+    assert document["fit"]["memory"] == "host"
+    assert document["prediction"]["host_bytes_per_node"] > 3e12
+
+
+def test_machine_without_more_devices_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["llama-3.1-405b", "--cluster", "local:2", "--nodes", "1"]
+    assert shardwise.main(["plan", *job, "--global-batch-size", "8", "--seq-len", "4096"]) == 3
+    text = capsys.readouterr().err
+    assert "has no more GPUs than that" in " ".join(text.split())
+    assert "65,536" not in text
