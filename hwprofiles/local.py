@@ -278,9 +278,7 @@ def local_cluster(name: str = "local") -> Cluster:
         "pair_bandwidth": replace(link.facts["bandwidth"], per="pair and direction"),
         "in_switch_reduction": _fact(0, "flag", 0, "assumed", "none"),
         "host_memory": _fact(memory, "B", memory, "measured", "total memory", "node"),
-        "host_memory_bandwidth": _fact(
-            10, "GB/s", 10e9, "assumed", "two channels, shared by all processes", "node"
-        ),
+        # No host_memory_bandwidth: the processes' memory is the host's, offload frees nothing.
         "nvme": _fact(disk, "B", disk, "measured", "size of /, not what is free", "node"),
         "nvme_read_bandwidth": _fact(1, "GB/s", 1e9, "assumed", "not measured", "node"),
         "nvme_write_bandwidth": _fact(1, "GB/s", 1e9, "assumed", "not measured", "node"),

@@ -174,7 +174,7 @@ class Cluster:
     description: str = ""
     digest: str = ""
     gpus_per_host_link: float = 1.0  # GPUs that share one uplink to the host
-    host_memory_bytes_per_s: float = 0.0  # per node, achieved; 0: not stated, no optimizer offload
+    host_memory_bytes_per_s: float = 0.0  # per node, achieved; 0: not stated, no offload
 
     @property
     def node_scale_out_bytes_per_s(self) -> float:

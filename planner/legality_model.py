@@ -236,6 +236,8 @@ def low_precision_refuse(layout: Layout, s: Situation) -> Refusal:
 def recompute_allowed(table: Layout, s: Situation) -> Any:
     code = np.asarray(table.recompute)
     mask = np.isin(code, [RECOMPUTE.index(name) for name in s.runtime.recompute])
+    if s.cluster.host_memory_bytes_per_s <= 0:
+        mask = mask & (code != RECOMPUTE.index("offload"))
     return mask & ~_overlap_conflict(table, s)
 
 
@@ -255,7 +257,9 @@ def recompute_refuse(layout: Layout, s: Situation) -> Refusal:
         for code, word in enumerate(RECOMPUTE)
         if bool(np.all(recompute_allowed(layout.with_(recompute=code), s)))
     ]
-    if name not in s.runtime.recompute:
+    if name == "offload" and s.cluster.host_memory_bytes_per_s <= 0:
+        why = f"{s.cluster.name} states no host memory bandwidth to offload to"
+    elif name not in s.runtime.recompute:
         why = f"runtime {s.runtime.name} does not offer it"
     else:
         why = (

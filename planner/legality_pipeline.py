@@ -346,6 +346,8 @@ def offload_allowed(table: Layout, s: Situation) -> Any:
     mask = np.isin(code, [OFFLOADS.index(name) for name in s.runtime.offloads])
     params = np.isin(code, [i for i, name in enumerate(OFFLOADS) if name.startswith("params")])
     mask = mask & (~params | (zero == 3)) & ((code == 0) | (zero >= 1))
+    if s.cluster.host_memory_bytes_per_s <= 0:
+        mask = mask & (code == 0)
     if s.cluster.nvme_bytes <= 0:
         mask = mask & ~np.isin(code, [i for i, n in enumerate(OFFLOADS) if n.endswith("nvme")])
     return mask
@@ -361,6 +363,8 @@ def offload_refuse(layout: Layout, s: Situation) -> Refusal:
     options: dict[str, Any] = {"offload": legal}
     if name not in s.runtime.offloads:
         why = f"runtime {s.runtime.name} does not offer it"
+    elif s.cluster.host_memory_bytes_per_s <= 0:
+        why = f"{s.cluster.name} states no host memory bandwidth, at which the optimizer would run"
     elif name.endswith("nvme") and s.cluster.nvme_bytes <= 0:
         why = f"the nodes of {s.cluster.name} have no NVMe"
     else:

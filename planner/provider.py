@@ -81,7 +81,9 @@ class ModelProvider:
         self.policy_codes = tuple(
             code
             for code, name in enumerate(RECOMPUTE)
-            if name in setting.runtime.recompute and self.fixed.get("recompute", code) == code
+            if name in setting.runtime.recompute
+            and self.fixed.get("recompute", code) == code
+            and (code != OFFLOADED or setting.cluster.host_memory_bytes_per_s > 0)
         )
         self._space: Space | None = None
         self._tables: Tables | None = None

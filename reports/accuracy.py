@@ -12,6 +12,7 @@ import numpy as np
 
 from planner.errors import InputError
 from reports.predictions import Prediction, predictions
+from reports.published_rules import composed_sources
 from reports.published_table import PublishedRow, read_table
 from reports.statistics import errors, regret, spearman
 
@@ -31,7 +32,8 @@ def validate(table: str | Path | None = None, source: str | None = None) -> dict
 
     `table` is a CSV file with the columns of the one that ships (None: that one); `source` keeps
     the rows of one source_key. The document holds `rows`, `errors` of time and memory by source,
-    GPU, kind, precision and runtime (quality A and B; C apart), `ranking`, `worst`, `coverage`.
+    GPU, kind, precision and runtime (quality A and B; C apart), `ranking`, `worst`, `coverage`, and
+    `composed`: sources that are shown but not pooled, since their times are no measurements.
 
     Raises
     ------
@@ -71,9 +73,20 @@ def document_of(found: Sequence[Prediction]) -> dict[str, Any]:
             "memory": grouped(doubtful, GROUPS["source"], memory_error),
         },
         "ranking": ranking(judged),
-        "worst": [worst_document(p) for p in worst(judged)],
+        "worst": [worst_document(p) for p in worst(measured(judged))],
         "coverage": coverage(found),
+        "composed": {
+            name: why
+            for name, why in composed_sources().items()
+            if any(p.row.source == name for p in found)
+        },
     }
+
+
+def measured(judged: Iterable[Prediction]) -> list[Prediction]:
+    """Without the sources whose times are compositions."""
+    composed = composed_sources()
+    return [p for p in judged if p.row.source not in composed]
 
 
 def time_error(prediction: Prediction) -> float | None:
@@ -131,12 +144,13 @@ def grouped(
 def summary(
     judged: Sequence[Prediction], error: Callable[[Prediction], float | None]
 ) -> dict[str, Any]:
-    """Errors of all rows, by group, and by source for each half."""
-    result: dict[str, Any] = {"all": grouped(judged, lambda row: "all", error)}
+    """Errors of all measured rows, by group, and by source for each half."""
+    pool = measured(judged)
+    result: dict[str, Any] = {"all": grouped(pool, lambda row: "all", error)}
     for name, key in GROUPS.items():
-        result[name] = grouped(judged, key, error)
-    runtimes = {p.row.id: p.case.setting.runtime.name for p in judged if p.case is not None}
-    result["runtime"] = grouped(judged, lambda row: runtimes.get(row.id, ""), error)
+        result[name] = grouped(judged if name == "source" else pool, key, error)
+    runtimes = {p.row.id: p.case.setting.runtime.name for p in pool if p.case is not None}
+    result["runtime"] = grouped(pool, lambda row: runtimes.get(row.id, ""), error)
     for half in ("A", "B"):
         some = [p for p in judged if half_of(p.row) == half]
         result[f"half_{half}"] = grouped(some, GROUPS["source"], error)

@@ -40,11 +40,13 @@ def accuracy_lines(document: Mapping[str, Any]) -> list[str]:
     lines = []
     for what, title in (("step_time", "Step time"), ("memory", "Peak memory")):
         tables = document["errors"][what]
-        if not tables["all"]:
+        if not tables["source"]:
             continue
         lines += [f"{title}: |predicted / measured - 1| in percent; bias is the signed median", ""]
         lines += error_table(tables)
         lines.append("")
+    for name, why in document["composed"].items():
+        lines += [f"{name} is no measurement and in no total: {why}.", ""]
     lines += ranking_lines(document["ranking"])
     doubtful = document["quality_c"]["step_time"]
     if doubtful:
@@ -66,7 +68,7 @@ def error_table(tables: Mapping[str, Any]) -> list[str]:
     for name, value in tables["source"].items():
         halves = "".join(half_text(tables[half].get(name)) for half in ("half_A", "half_B"))
         lines.append(error_line(name, value) + halves)
-    lines.append(error_line("all", tables["all"]["all"]))
+    lines += [error_line("all measured", one) for one in tables["all"].values()]
     for group in ("gpu", "kind", "precision", "runtime"):
         lines.append(f"  by {group}")
         lines += [error_line(f"  {name or 'none'}", one) for name, one in tables[group].items()]

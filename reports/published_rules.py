@@ -23,6 +23,7 @@ class SourceRule:
     memory: str = "device"  # device | reserved | allocated
     ranks: str = "all"  # all | first | last | ends
     blocking_launch_factor: float = 0.0  # CUDA_LAUNCH_BLOCKING=1 in the run script
+    composed: str = ""  # why its times are a composition, and so count in no pooled error
     changes: Mapping[str, float] = field(default_factory=dict)  # facts of the cluster
     heads: Mapping[str, int] = field(
         default_factory=dict
@@ -41,6 +42,12 @@ def rule_of(source: str) -> SourceRule:
     if source not in known:
         raise NotPredictable(f"source_key {source[:40]!r} has no rule that names its runtime")
     return SourceRule(**known[source])
+
+
+def composed_sources() -> dict[str, str]:
+    """Sources whose times were put together from parts rather than measured, and how that shows."""
+    sources: Mapping[str, Any] = rules()["sources"]
+    return {name: rule["composed"] for name, rule in sources.items() if rule.get("composed")}
 
 
 @lru_cache

@@ -52,6 +52,7 @@ def cluster(
         nvme_write_bytes_per_s=1e10,
         node_overhead_w=3000,
         max_nodes=None,
+        host_memory_bytes_per_s=2e11,
         transports=transports,
     )
 

@@ -55,6 +55,27 @@ def document() -> dict[str, Any]:
     return document_of(found())
 
 
+def test_a_composed_source_shows_in_its_times_and_counts_in_no_total() -> None:
+    series: dict[tuple[str, ...], dict[float, float]] = {}
+    for row in read_table():
+        if row.source == "vtrain_single":
+            names = ("hidden", "n_layers", "tp", "pp", "dp", "micro_batch")
+            batch = (row.number("global_batch") or 0.0) / (row.number("dp") or 1.0)
+            key = tuple(row.text(name) for name in names)
+            step = row.number("measured_step_time_s") or 0.0
+            series.setdefault(key, {})[batch / (row.number("micro_batch") or 1.0)] = step
+    long = [sorted(points.items()) for points in series.values() if len(points) >= 3]
+    assert len(long) >= 50
+    for (m0, t0), (m1, t1), *rest in long:
+        slope = (t1 - t0) / (m1 - m0)
+        for m, t in rest:
+            assert t0 + slope * (m - m0) == pytest.approx(t, rel=1e-12)
+    assert list(document()["composed"]) == ["vtrain_single"]
+    errors = document()["errors"]["step_time"]
+    counted = sum(one["n"] for one in errors["source"].values())
+    assert errors["all"]["all"]["n"] == counted - errors["source"]["vtrain_single"]["n"]
+
+
 @pytest.mark.parametrize("source", TIME_LIMITS)
 def test_step_times_stay_within_limits(source: str) -> None:
     errors = document()["errors"]["step_time"]["source"][source]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ MODEL = sample.model(heads=32, kv_heads=8)
 MOE = sample.model(heads=32, kv_heads=8, experts=64, top_k=4, moe_ffn=2048)
 MEGATRON = load_runtime("megatron-core")
 OURS = load_runtime("shardwise")
+NO_HOST_RATE = replace(sample.cluster(), host_memory_bytes_per_s=0.0)
 
 
 def judge(layout, *, gpus, model=MODEL, runtime=MEGATRON, cluster=None, batch=64, **train):
@@ -109,6 +111,8 @@ REFUSALS = [
     ("offload", "zero=3 offload=params-nvme", {"gpus": 8, "runtime": load_runtime("deepspeed")}),
     ("offload", "zero=1 offload=optimizer-nvme", {"gpus": 8}),
     ("recompute", "recompute=offload", {"gpus": 8, "runtime": OURS}),
+    ("recompute", "recompute=offload", {"gpus": 8, "cluster": NO_HOST_RATE}),
+    ("offload", "zero=1 offload=optimizer-cpu", {"gpus": 8, "cluster": NO_HOST_RATE}),
     ("low_precision", "cp=2", {"gpus": 2, "precision": "fp8", "seq_len": 4108}),
 ]
 
@@ -126,7 +130,7 @@ def test_each_rule_refuses_what_it_is_for(name, layout, given):
     situation = Situation(
         given.get("model", MODEL),
         training,
-        sample.cluster(),
+        given.get("cluster", sample.cluster()),
         given.get("runtime", MEGATRON),
         given["gpus"],
     )
