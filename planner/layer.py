@@ -292,17 +292,14 @@ def merged(first: LayerCosts, second: LayerCosts) -> LayerCosts:
 def add_host(costs: LayerCosts, kind: LayerSpec, layout: Layout, setting: Setting) -> None:
     """Time that the GPU waits for the host: forward and backward each last max(GPU, launches).
 
-    host = launches * time per launch. Tensor-parallel ranks meet at every collective, so that each
-    step of the group waits for the slowest of t hosts: their launches count 1 + log2 t times (the
-    expected maximum grows with the logarithm; assumed). A dropless MoE layer also waits for its
-    split sizes, which drains the queue, so that time adds. Where every launch blocks until its
-    kernel has run (CUDA_LAUNCH_BLOCKING), nothing overlaps and the factor of the runtime
-    multiplies.
+    host = launches * time per launch. A dropless MoE layer also waits for its split sizes, which
+    drains the queue, so that time adds. Where every launch blocks until its kernel has run
+    (CUDA_LAUNCH_BLOCKING), nothing overlaps and the factor of the runtime multiplies.
     """
     runtime, each = setting.runtime, setting.cluster.device.host_launch_s
     name = "moe" if kind.moe is not None else "dense"
-    tp = np.asarray(layout.tp, dtype=np.float64)
-    tensor = np.where(tp > 1, 1.0 + np.log2(tp), 0.0)
+    tp = np.asarray(layout.tp)
+    tensor = np.where(tp > 1, 1.0, 0.0)
     sync = runtime.moe_host_sync_s if kind.moe is not None else 0.0
     slow = 0.0
     if not setting.flash:
