@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from planner.costs import RowCosts, row_costs
+from planner.host_memory import away_bytes_per_node
 from planner.layer import LayerCosts
 from planner.layout import RECOMPUTE, SCHEDULES, Layout, StageLayout
 from planner.model_flops import model_flops_per_token
 from planner.parallel import pipeline_parallel
-from planner.provider import OFFLOADED, ModelProvider, total
+from planner.provider import ModelProvider, total
 from planner.results import CommOp, Estimate, StageCosts
 from planner.setting import Setting
 from planner.stages import layers_of_chunks, virtual_stage
@@ -270,32 +271,6 @@ def memory_of(row: Row, rank: int, stage: StageLayout) -> dict[str, float]:
     return items
 
 
-def host_bytes(row: Row, rank: int, stage: StageLayout) -> dict[str, float]:
-    """What one rank keeps outside of its device, by where: `host`, `nvme` [bytes]."""
-    host = row.sums.host
-    if host is None:
-        return {"host": 0.0, "nvme": 0.0}
-    state = sum(n * float(host.layer[0, k]) for k, n in enumerate(stage.layers))
-    state += scalar(host.first) if rank == 0 else 0.0
-    state += scalar(host.head) if rank == row.head_stage else 0.0
-    sent = sum(
-        policies[OFFLOADED] * float(host.act[0, k]) for k, policies in enumerate(stage.policies)
-    )
-    shared = scalar(host.shared)
-    return {
-        "host": shared * state + row.in_flight[rank] * sent,
-        "nvme": (1.0 - shared) * state,
-    }
-
-
-def away_bytes_per_node(row: Row, stages: Sequence[StageLayout]) -> dict[str, float]:
-    """Host memory and NVMe that offload takes on one node, with the fullest stage on all of its
-    GPUs."""
-    ranks = [host_bytes(row, rank, stage) for rank, stage in enumerate(stages)]
-    local = row.setting.gpus_on_node
-    return {place: local * max(rank[place] for rank in ranks) for place in ("host", "nvme")}
-
-
 def comm_ops_of(row: Row, rank: int, stage: StageLayout) -> tuple[CommOp, ...]:
     """Collectives of one rank per step, with counts."""
     m = row.num_microbatches
@@ -381,7 +356,9 @@ def estimate_stages(
     if bounds:
         lower = step_time(cost_row(layout, replace(setting, overlap="all")), stages)
         upper = step_time(cost_row(layout, replace(setting, overlap="none")), stages)
-    away = away_bytes_per_node(row, stages)
+    away = away_bytes_per_node(
+        row.sums, stages, row.in_flight, row.head_stage, setting.gpus_on_node
+    )
     train, num_gpus = setting.train, setting.num_gpus
     tokens = train.global_batch_size * train.seq_len
     peak = setting.cluster.device.peak_flops_per_s[peak_precision(setting)]
