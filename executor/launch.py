@@ -8,6 +8,7 @@ they differ: afterwards a difference would end in a hang or in the wrong numbers
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from executor.mesh import BACKENDS
 from planner.errors import InputError, ShardwiseError
 from planner.plan import Plan
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 LOOPBACK = "127.0.0.1"
 GRACE_S = 10.0  # for the other ranks to say what they were doing, after one has failed
 PORT = 29400  # torchrun's own default
@@ -368,10 +369,8 @@ def child(
     finally:
         channel.close()
         if dist.is_available() and dist.is_initialized():
-            try:
+            with contextlib.suppress(RuntimeError):  # a peer has gone first
                 dist.destroy_process_group()
-            except RuntimeError:
-                pass  # a peer has gone first
         # Threads of the backend may still wait for a peer: leave without asking them.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.mesh import AXES, Meshes
 from planner.codec import decode, dumps, encode, read_json
 from planner.errors import InputError, PlanFileError
 from planner.files import write_whole
@@ -224,30 +225,18 @@ class CollectiveCounter(TorchDispatchMode):
         )
 
 
-def axes_of_groups(meshes: Any) -> dict[str, str]:
-    """Name of every process group of the meshes -> its axis, as `planner.results.CommOp` has it.
-
-    Where two axes share a group of the same ranks they also share its name; the one listed last
-    here wins, so that the parts of a joined axis do not hide it.
-    """
+def axes_of_groups(meshes: Meshes) -> dict[str, str]:
+    """Name of every process group of the meshes -> its axis, as `planner.results.CommOp` has it."""
     found: dict[str, str] = {}
-    for field, axis in AXIS_OF_FIELD.items():
-        mesh = getattr(meshes, field, None)
-        if mesh is not None and mesh.ndim == 1 and mesh.size() > 1:
-            found[str(mesh.get_group().group_name)] = axis
+    for axis in AXES:
+        group = meshes.group(axis)
+        if group is not None:
+            found[str(group.group_name)] = PLANNED_AXIS.get(axis, axis)
     return found
 
 
-AXIS_OF_FIELD = {
-    "dp": "dp",
-    "replicate": "replicate",
-    "shard": "shard",
-    "edp": "edp",
-    "ep": "ep",
-    "cp": "cp",
-    "tp": "tp",
-    "pp": "pp",
-}
+# The planner speaks of one expert data-parallel axis, the executor of its two parts.
+PLANNED_AXIS = {"edp_shard": "edp", "edp_replicate": "replicate"}
 
 
 # --- memory ---------------------------------------------------------------------------------------

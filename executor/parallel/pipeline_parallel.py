@@ -1,9 +1,9 @@
 """Pipeline parallelism by `torch.distributed.pipelining`, and gradient accumulation without it.
 
-`build_pipeline` makes the chunks that this rank holds and the schedule that runs them. A schedule's
-`step` takes this rank's sequences of a whole step, and gives the sum of the losses of its
-micro-batches, or zero on a rank that does not hold the head. Gradients are summed over micro-batches
-and never divided here: the loss function brings the weight of a token.
+`build_pipeline` makes the chunks that this rank holds and the schedule that runs them. A
+schedule's `step` takes this rank's sequences of a whole step, and gives the sum of the losses of
+its micro-batches, or zero on a rank that does not hold the head. Gradients are summed over
+micro-batches and never divided here: the loss function brings the weight of a token.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def build_pipeline(
     if pp == 1 and int(plan.layout.vpp) == 1:
         (chunk,) = plan.stages[0].chunks
         return OneStage(make_chunk(chunk.layers, True, True), loss_fn, plan, recorder)
-    group = meshes.pp.get_group()
+    group = meshes.group("pp")
     num_stages = pp * int(plan.layout.vpp)
     stages = []
     for chunk in chunks_of_rank(plan, dist.get_rank(group)):
