@@ -146,7 +146,9 @@ def settle_gradients(params: Iterable[Tensor]) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float, pp: int = 1) -> Tensor:
+def clip_grad_norm(
+    params: Iterable[Tensor], max_norm: float, pp: int = 1, *, beside: Tensor | None = None
+) -> Tensor:
     """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
     Every rank adds the squares of its shards, each divided by the number of ranks that hold the
@@ -162,7 +164,11 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float, pp: int = 1) -> Te
         norms = torch._foreach_norm(grads, 2.0, torch.float32)
         total += torch.stack([norm.to(device) for norm in norms]).square().sum() / copies
     if dist.is_initialized() and dist.get_world_size() > 1:
-        total = sum_over_world(total)
+        parts = total.reshape(1) if beside is None else torch.cat((total.reshape(1), beside))
+        parts = sum_over_world(parts).to(device)
+        total = parts[0]
+        if beside is not None:
+            beside.copy_(parts[1:])
     norm = total.sqrt()
     if max_norm > 0.0 and held:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
