@@ -6,7 +6,6 @@ there. `executor.fit` makes a profile of what comes out.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from executor.launch import join, place_of_environment, start
+from executor.measure import available_cores
 from planner.errors import InputError
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
@@ -269,11 +269,6 @@ def measure_rank(device_type: str, quick: bool) -> dict[str, Any]:
     }
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def noise_of(probes: list[list[list[float]]]) -> dict[str, float]:
     """Spread and drift of one product that every rank timed at start, middle and end."""
     spread, drift = 1.0, 1.0
@@ -308,7 +303,9 @@ def calibrate(
             values={"device": device},
             legal={"device": ["auto", "cpu", *(["cuda"] if has_cuda else [])]},
         )
-    base = local_cluster("local" if kind == "cuda" and not nproc else f"local:{nproc or cores()}")
+    base = local_cluster(
+        "local" if kind == "cuda" and not nproc else f"local:{nproc or available_cores()}"
+    )
     world = nproc or base.gpus_per_node
     begin = time.monotonic()
     ranks = start(

@@ -7,10 +7,11 @@ the pipeline's sends or our own attention. Bytes count as `planner.results.CommO
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.launch import Place
 from executor.mesh import AXES, Meshes
 from planner.codec import decode, dumps, encode, read_json
 from planner.errors import InputError, PlanFileError
@@ -264,3 +266,79 @@ def state_bytes(optimizer: Any) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.ndim > 0
     )
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One step that was counted and not timed."""
+
+    collectives: tuple[Collective, ...]
+    gradient_bytes: float
+
+
+def count_collectives(
+    meshes: Meshes,
+    pipeline: Any,
+    optimizer: Any,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    finish: Callable[[], None],
+) -> Counted:
+    """Forward, backward and update of one batch, with every collective counted.
+
+    The update is a real one: what is measured is what training does. So it comes after the last
+    checkpoint and before nothing.
+    """
+    counter = CollectiveCounter(axes_of_groups(meshes))
+    optimizer.zero_grad(set_to_none=True)
+    with counter:
+        pipeline.step(*batch)
+        finish()
+        optimizer.step()
+    gradients = [p.grad for m in pipeline.modules for p in m.parameters() if p.grad is not None]
+    return Counted(counter.collectives(), float(sum(map(local_bytes, gradients))))
+
+
+def gather_measurements(
+    plan: Plan,
+    place: Place,
+    device: torch.device,
+    meshes: Meshes,
+    parameters: Sequence[torch.Tensor],
+    optimizer: Any,
+    counted: Counted,
+    steps: tuple[StepMeasure, ...],
+) -> Measurements:
+    """Measurements of all ranks, on every rank."""
+    peak, memory_kind = peak_memory(device)
+    unique = {id(p): p for p in parameters}.values()
+    mine = RankMeasure(
+        rank=place.rank,
+        coordinates=meshes.coordinates(),
+        parameter_bytes=float(sum(map(local_bytes, unique))),
+        gradient_bytes=counted.gradient_bytes,
+        optimizer_bytes=float(state_bytes(optimizer)),
+        peak_memory_bytes=peak,
+        memory_kind=memory_kind,
+        collectives=counted.collectives,
+    )
+    ranks: list[Any] = [None] * place.world_size
+    torch.distributed.all_gather_object(ranks, mine)
+    return Measurements(
+        measurements_version=MEASUREMENTS_VERSION,
+        plan_digest=plan_digest(plan),
+        device_type=device.type,
+        world_size=place.world_size,
+        ranks_per_node=place.ranks_per_node,
+        cores_per_node=available_cores(),
+        torch_version=str(torch.__version__),
+        steps=steps,
+        ranks=tuple(ranks),
+    )
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

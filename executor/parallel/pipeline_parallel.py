@@ -139,8 +139,7 @@ class OneStage:
         self.modules = [module]
         self.loss = loss
         self.num_microbatches = plan.num_microbatches
-        # Sharded parameters leave no room for a whole gradient between micro-batches.
-        self.reduces_always = plan.layout.zero == 3
+        self.zero = int(plan.layout.zero)
         self.recorder = recorder
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -159,7 +158,10 @@ class OneStage:
         module = self.module
         if isinstance(module, FSDPModule):
             module.set_is_last_backward(last)
-            module.set_requires_gradient_sync(last or self.reduces_always)
+            # ZeRO 3 has no room for a whole gradient between micro-batches, ZeRO 1 keeps its
+            # parameters whole until the update.
+            module.set_requires_gradient_sync(last or self.zero == 3)
+            module.set_reshard_after_backward(last or self.zero != 1)
         if isinstance(module, DistributedDataParallel):
             module.require_backward_grad_sync = last
         loss = self.recorder.timed(
