@@ -25,6 +25,10 @@ def core_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int
 
     A row attends to itself and, with `window`, to the ``window - 1`` rows before it.
     """
+    if v.shape[-1] < q.shape[-1] and q.device.type == "cpu":
+        # The fused kernel of the CPU wants one width; without it all scores would be kept.
+        wide = functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        return core_attention(q, k, wide, causal=causal, window=window)[..., : v.shape[-1]]
     shared = q.shape[1] != k.shape[1]
     if window is None or (causal and window >= q.shape[2]):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)

@@ -54,12 +54,11 @@ def run_state(
 def optimizer_state(
     modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Name of each parameter that this rank updates, and its state, created where missing."""
+    """Name of each parameter and its optimizer state, created where missing."""
     names = {id(p): global_name(n) for module in modules for n, p in module.named_parameters()}
-    inner = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
-    for group in inner.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = inner.state[parameter]
+            state = optimizer.state[parameter]
             if not state and "betas" in group:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)

@@ -33,10 +33,20 @@ def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def dispatch_local(moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Every expert on its tokens [t, h]; tokens get the weighted sum of their experts' outputs."""
     order, counts = sort_by_expert(chosen, moe.spec.num_experts)
-    token = order // chosen.shape[1]
+    top_k = chosen.shape[1]
     sizes = moe.balanced_counts(x.shape[0]) if moe.balanced else counts.tolist()
-    rows = moe.experts(x[token], sizes, weights.flatten()[order])
-    return torch.zeros_like(x).index_add(0, token, rows)
+    rows = moe.experts(x[order // top_k], sizes, weights.flatten()[order])
+    return by_token(rows, order, top_k).sum(dim=1)
+
+
+def by_token(rows: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Rows [t, k, h] of each token, of rows [t k, h] sorted by expert.
+
+    Adding them up from here keeps nothing for backward, where torch's index_add keeps all rows.
+    """
+    home = torch.empty_like(order)
+    home[order] = torch.arange(order.shape[0], device=order.device)
+    return rows[home].unflatten(0, (-1, top_k))
 
 
 class Experts(nn.Module):

@@ -96,18 +96,15 @@ def make_optimizer(
     train: TrainSpec,
     zero: int = 0,
     hyper: Hyperparameters | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """The plan's optimizer over `params`.
 
-    With ``zero == 1`` and plain parameters its state is dealt out over `group`, the data-parallel
-    ranks, by ZeroRedundancyOptimizer; DTensors bring their sharding along.
+    DTensors bring their sharding along: under ZeRO the state is cut as they are.
 
     Raises
     ------
     InputError
-        An optimizer that is not run here.
+        An optimizer that is not run here, or whole parameters under ZeRO.
     """
     if train.optimizer not in OPTIMIZERS:
         raise InputError(
@@ -115,17 +112,18 @@ def make_optimizer(
             values={"optimizer": train.optimizer},
             legal={"optimizer": list(OPTIMIZERS)},
         )
+    params = [parameter for parameter in params if parameter.requires_grad]
+    if zero and params and not any(is_dtensor(parameter) for parameter in params):
+        raise InputError(
+            f"zero={zero} wants parameters that are sharded already, and these are whole",
+            values={"zero": zero},
+        )
     hyper = hyper or Hyperparameters()
     kind = OPTIMIZERS[train.optimizer]
-    groups = decay_groups([p for p in params if p.requires_grad], hyper.weight_decay)
+    groups = decay_groups(params, hyper.weight_decay)
     options: dict[str, Any] = {"lr": hyper.learning_rate, "fused": True}
     if train.optimizer != "sgd":
         options |= {"betas": hyper.betas, "eps": hyper.eps}
-    sharded = any(is_dtensor(p) for g in groups for p in g["params"])
-    if zero == 1 and not sharded and dist.is_initialized() and dist.get_world_size(group) > 1:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(groups, kind, process_group=group, **options)
     return kind(groups, **options)
 
 
@@ -137,14 +135,6 @@ def decay_groups(params: Sequence[Tensor], weight_decay: float) -> list[dict[str
     return [{"params": some, "weight_decay": decay} for some, decay in groups if some]
 
 
-def settle_gradients(params: Iterable[Tensor]) -> None:
-    """Sum the gradients that ranks hold in parts, as sequence parallelism leaves those of norms."""
-    for parameter in params:
-        grad = parameter.grad
-        if is_dtensor(grad) and is_dtensor(parameter) and grad.placements != parameter.placements:
-            parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
 @torch.no_grad()
 def clip_grad_norm(
     params: Iterable[Tensor], max_norm: float, pp: int = 1, *, beside: Tensor | None = None
@@ -153,7 +143,8 @@ def clip_grad_norm(
 
     Every rank adds the squares of its shards, each divided by the number of ranks that hold the
     same shard, and one all-reduce over the world sums them: so it is right for any mixture of
-    meshes, and over the `pp` stages. Gradients must be settled. Returns the norm before [same
+    meshes, and over the `pp` stages. Gradients must be
+    summed already. Returns the norm before [same
     unit as the loss]. With ``max_norm <= 0`` nothing is scaled.
     """
     held = [p for p in params if p.grad is not None]

@@ -20,14 +20,10 @@ from torch import Tensor
 
 from executor.checkpoint import Checkpointer, stop_without_checkpoint
 from executor.data import Data
+from executor.mesh import Meshes
 from executor.moe import Moe
-from executor.optimizer import (
-    Hyperparameters,
-    clip_grad_norm,
-    learning_rate,
-    set_learning_rate,
-    settle_gradients,
-)
+from executor.optimizer import Hyperparameters, clip_grad_norm, learning_rate, set_learning_rate
+from executor.parallelize import finish_gradients, split_sequence, token_weight
 from planner.plan import Plan
 
 
@@ -99,16 +95,6 @@ def step_line(record: StepRecord, total: int) -> str:
     ).replace("%", " %")
 
 
-def token_weight(plan: Plan) -> float:
-    """What a token's loss counts in a rank's backward pass.
-
-    (dp cp) / tokens of the global batch: gradients are averaged over the dp x cp ranks, and the
-    average of their losses is then the mean over all tokens.
-    """
-    replicas = plan.layout.dp * plan.layout.cp
-    return replicas / (plan.train.global_batch_size * plan.train.seq_len)
-
-
 def moe_layers(modules: Sequence[torch.nn.Module]) -> list[Moe]:
     return [part for module in modules for part in module.modules() if isinstance(part, Moe)]
 
@@ -146,6 +132,7 @@ class Trainer:
     def __init__(
         self,
         plan: Plan,
+        meshes: Meshes,
         pipeline: Pipeline,
         optimizer: torch.optim.Optimizer,
         data: Data,
@@ -159,6 +146,7 @@ class Trainer:
         before_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.plan = plan
+        self.meshes = meshes
         self.pipeline = pipeline
         self.optimizer = optimizer
         self.data = data
@@ -214,10 +202,13 @@ class Trainer:
         """One step; with it, whether any rank was asked to `stop`."""
         start_s = self.now()
         tokens, labels = self.data.step_batch(self.plan.num_microbatches)
-        tokens, labels = tokens.to(self.device), labels.to(self.device)
+        tokens, labels = (
+            split_sequence(part, self.plan, self.meshes).to(self.device)
+            for part in (tokens, labels)
+        )
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.pipeline.step(tokens, labels)
-        settle_gradients(self.params)
+        finish_gradients(self.pipeline.modules, self.plan, self.meshes)
         totals = self.local_totals(loss, stop)
         norm = clip_grad_norm(
             self.params, self.hyper.max_grad_norm, self.plan.layout.pp, beside=totals
@@ -249,17 +240,15 @@ class Trainer:
     def local_totals(self, loss: Tensor, stop: bool) -> Tensor:
         """This rank's part of [mean loss, mean balancing loss, ranks asked to stop].
 
-        `loss` is weighted by `token_weight`, and the ranks of a tensor-parallel group hold the
-        same.
+        The ranks of a tensor-parallel group hold the same loss, and all ranks of a sequence book
+        the whole of its balancing loss.
         """
-        layout = self.plan.layout
-        replicas = layout.dp * layout.cp * layout.tp
+        layout, batch = self.plan.layout, self.plan.train.global_batch_size
         aux: Any = sum((moe.aux_loss for moe in self.moe), torch.zeros((), device=self.device))
         for moe in self.moe:
             moe.aux_loss = 0.0
-        # Every rank of a sequence books its whole balancing loss, hence cp times.
-        aux_share = aux / (self.plan.train.global_batch_size * layout.cp * layout.tp)
-        parts = [loss.detach() / replicas, aux_share, torch.tensor(float(stop))]
+        aux_share = aux / (batch * layout.cp * layout.tp)
+        parts = [loss.detach() / layout.tp, aux_share, torch.tensor(float(stop))]
         return torch.stack([part.to(self.device, torch.float32) for part in parts])
 
     def check_finite(self, step: int, loss: float, norm: float) -> None:
