@@ -157,7 +157,6 @@ class OneStage:
         """One forward and backward; gradients are reduced with the last one."""
         module = self.module
         if isinstance(module, FSDPModule):
-            module.set_is_last_backward(last)
             # ZeRO 3 has no room for a whole gradient between micro-batches, ZeRO 1 keeps its
             # parameters whole until the update.
             module.set_requires_gradient_sync(last or self.zero == 3)
