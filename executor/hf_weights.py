@@ -30,6 +30,7 @@ MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES = (*LLAMA_LIKE, *MOE)
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -212,6 +213,25 @@ def load_hf(modules: Iterable[nn.Module], model: ModelSpec, folder: str | Path) 
                 assign(value, full.to(value.dtype))
 
 
+# What each family can hold; `shared` counts a shared expert and its gate.
+DENSE_FORMS: dict[str, dict[str, Any]] = {
+    "llama": {"qk_norm": ["none"], "bias": ["none", "all"], "window": [False]},
+    "mistral": {"qk_norm": ["none"], "bias": ["none"], "window": [True]},
+    "qwen2": {"qk_norm": ["none"], "bias": ["qkv"], "window": [False]},
+    "qwen3": {"qk_norm": ["head"], "bias": ["none", "all"], "window": [False]},
+}
+MOE_FORMS: dict[str, dict[str, Any]] = {
+    "mixtral": {"qk_norm": ["none"], "bias": ["none"], "shared": [{0}], "mixed": [False]},
+    "qwen2_moe": {"qk_norm": ["none"], "bias": ["qkv"], "window": [False], "shared": [{2}]},
+    "qwen3_moe": {
+        "qk_norm": ["head"],
+        "bias": ["none", "all"],
+        "window": [False],
+        "shared": [{0}],
+    },
+}
+
+
 def family_of(model: ModelSpec) -> str:
     """The family whose files and config can hold a model.
 
@@ -220,26 +240,29 @@ def family_of(model: ModelSpec) -> str:
     ModelError
         None of those known here.
     """
-    kinds = model.kinds
-    first = kinds[0].attention
-    plain = model.norm == "rmsnorm" and model.positions == "rotary" and not model.lm_head_bias
-    alike = len({(k.attention.qk_norm, k.attention.qkv_bias, k.norms) for k in kinds}) == 1
-    usual = all(k.attention.kind == "gqa" and k.norms == 2 and not k.parallel for k in kinds)
-    dense = [k.mlp for k in kinds if k.mlp is not None]
-    gated = all(mlp.gated and not mlp.bias for mlp in dense)
-    moes = [k.moe for k in kinds if k.moe is not None]
-    if plain and alike and usual and gated and first.qk_norm != "full":
-        head_norm = first.qk_norm == "head"
-        if not moes:
-            biased = first.qkv_bias and not first.out_bias
-            return "qwen3" if head_norm else ("qwen2" if biased else "llama")
-        if all(moe.shared_gate for moe in moes) and first.qkv_bias and not head_norm:
-            return "qwen2_moe"
-        if not any(moe.shared_intermediate_size for moe in moes):
-            if head_norm:
-                return "qwen3_moe"
-            if not first.qkv_bias and not dense:
-                return "mixtral"
+    kinds, attention = model.kinds, model.kinds[0].attention
+    moes = [kind.moe for kind in kinds if kind.moe is not None]
+    dense = [kind.mlp for kind in kinds if kind.mlp is not None]
+    usual = (
+        (model.norm, model.positions, model.lm_head_bias) == ("rmsnorm", "rotary", False)
+        and len({kind.attention for kind in kinds}) == 1
+        and all(kind.norms == 2 and not kind.parallel for kind in kinds)
+        and all(mlp.gated and not mlp.bias for mlp in dense)
+        and all(moe.gated and not moe.router_bias and not moe.aux_free_bias for moe in moes)
+    )
+    has = {
+        "qk_norm": attention.qk_norm,
+        "bias": {(False, False): "none", (True, False): "qkv", (True, True): "all"}.get(
+            (attention.qkv_bias, attention.out_bias), "out"
+        ),
+        "window": attention.window is not None,
+        "shared": {(moe.shared_intermediate_size > 0) + moe.shared_gate for moe in moes},
+        "mixed": bool(moes and dense),
+    }
+    if usual and attention.kind == "gqa":
+        for family, may in (MOE_FORMS if moes else DENSE_FORMS).items():
+            if all(has[name] in values for name, values in may.items()):
+                return family
     raise ModelError(
         f"{model.name} is no model that Hugging Face's Llama, Qwen2, Qwen3 or Mixtral can hold; "
         "its checkpoints stay in the run's own form",
