@@ -80,7 +80,7 @@ def replicate(model: nn.Module, meshes: Meshes) -> nn.Module:
 def sum_bucket(state: Any, bucket):  # type: ignore[no-untyped-def]
     """Sum a bucket of gradients, where DDP by itself would take the mean."""
     work = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    return work.get_future().then(lambda _: bucket.buffer())  # summed in place
 
 
 # Sharding -----------------------------------------------------------------------------------------

@@ -43,7 +43,6 @@ MULTI = {
     "zero-bubble": ScheduleInterleavedZeroBubble,  # with one chunk a rank: ZB-H1
     "dualpipe": ScheduleDualPipeV,
 }
-SPLITS_BACKWARD = ("zero-bubble", "dualpipe")
 
 
 @dataclass
@@ -171,13 +170,12 @@ class OneStage:
 
 
 def check_pipeline(plan: Plan) -> None:
-    """Refuse what torch's schedules cannot run, or run wrong.
+    """Refuse what torch's schedules cannot run.
 
     Raises
     ------
     LayoutError
-        Too few micro-batches, a number of them that the schedule cannot group, or a schedule that
-        splits the backward beside DDP.
+        Too few micro-batches, or a number of them that the schedule cannot group.
     """
     layout, m, schedule = plan.layout, plan.num_microbatches, plan.schedule
     pp = int(layout.pp)
@@ -201,14 +199,6 @@ def check_pipeline(plan: Plan) -> None:
             f"num_microbatches={near[0]} or {near[1]}",
             values=values,
             legal={"num_microbatches": near},
-        )
-    replicas = int(layout.dp) * int(layout.cp)
-    if schedule in SPLITS_BACKWARD and layout.zero in (0, 1) and replicas > 1:
-        raise LayoutError(
-            f"schedule={schedule} with zero={layout.zero} and {replicas} replicas: DDP misses "
-            "gradients of a backward in two parts; legal here: zero=2, zero=3, or schedule=1f1b",
-            values={**values, "zero": int(layout.zero)},
-            legal={"zero": [2, 3], "schedule": ["1f1b"]},
         )
 
 
