@@ -11,13 +11,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from executor.details import Details, details_from_config  # noqa: E402
+from executor.hf_names import config_of, family_of  # noqa: E402
 from executor.hf_weights import (  # noqa: E402
-    config_of,
-    details_of_folder,
-    family_of,
-    load_hf,
+    load_weights,
     read_config,
-    save_hf,
+    read_details,
+    save_weights,
 )
 from executor.transformer import Transformer  # noqa: E402
 from planner.errors import InputError, ModelError  # noqa: E402
@@ -101,13 +100,13 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         parameter.data.normal_(0.0, 0.1)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = Transformer(
-        model_named(name), max_seq_len=64, details=details_of_folder(tmp_path / "theirs")
+        model_named(name), max_seq_len=64, details=read_details(tmp_path / "theirs")
     ).eval()
-    load_hf([ours], ours.model, tmp_path / "theirs")
+    load_weights(ours, ours.model, tmp_path / "theirs")
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
         other = built(name)
-        save_hf([other], other.model, other.details, tmp_path / "ours")
+        save_weights([other], other.model, tmp_path / "ours")
         back = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "ours", dtype=torch.float32
         ).eval()
@@ -117,13 +116,13 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_saved_model_loads_as_it_was(name: str, tmp_path: Path) -> None:
     module = built(name)
-    save_hf([module], module.model, module.details, tmp_path)
+    save_weights([module], module.model, tmp_path)
     config = read_config(tmp_path)
     again = model_from_config(config, "tiny")
     assert again.kinds == module.model.kinds
     assert again.layer_kinds == module.model.layer_kinds
-    other = Transformer(again, max_seq_len=64, details=details_of_folder(tmp_path))
-    load_hf([other], again, tmp_path)
+    other = Transformer(again, max_seq_len=64, details=read_details(tmp_path))
+    load_weights(other, again, tmp_path)
     values = dict(other.named_parameters())
     for key, value in module.named_parameters():
         assert torch.equal(values[key], value), key
@@ -131,9 +130,9 @@ def test_a_saved_model_loads_as_it_was(name: str, tmp_path: Path) -> None:
 
 def test_stages_load_their_own_part(tmp_path: Path) -> None:
     module = built("llama")
-    save_hf([module], module.model, module.details, tmp_path)
+    save_weights([module], module.model, tmp_path)
     part = Transformer(module.model, layers=[2], has_embedding=False, max_seq_len=64)
-    load_hf([part], module.model, tmp_path)
+    load_weights(part, module.model, tmp_path)
     assert torch.equal(part.head.weight, module.head.weight)
     assert torch.equal(part.layers["2"].mlp.up.weight, module.layers["2"].mlp.up.weight)
 
@@ -143,7 +142,7 @@ def test_large_models_come_in_several_files(
 ) -> None:
     monkeypatch.setattr("executor.hf_weights.MAX_FILE_BYTES", 50_000)
     module = built("qwen3")
-    save_hf([module], module.model, module.details, tmp_path)
+    save_weights([module], module.model, tmp_path)
     files = {path.name for path in tmp_path.glob("*.safetensors")}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(files) > 3
@@ -151,7 +150,7 @@ def test_large_models_come_in_several_files(
     size = sum(p.numel() * 4 for p in module.parameters())
     assert index["metadata"]["total_size"] == size
     other = Transformer(module.model, max_seq_len=64)
-    load_hf([other], module.model, tmp_path)
+    load_weights(other, module.model, tmp_path)
     assert torch.equal(
         other.layers["1"].attention.k_norm.weight, module.layers["1"].attention.k_norm.weight
     )
@@ -167,29 +166,29 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     module = built("llama")
     (tmp_path / "config.json").write_text(json.dumps(config_named("llama")))
     with pytest.raises(InputError, match=r"neither model\.safetensors nor"):
-        load_hf([module], module.model, tmp_path)
+        load_weights(module, module.model, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(InputError, match="damaged"):
-        load_hf([module], module.model, tmp_path)
+        load_weights(module, module.model, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.embed_tokens.weight": "../model.safetensors"}})
     )
     with pytest.raises(InputError, match="lacks its file"):
-        load_hf([module], module.model, tmp_path)
+        load_weights(module, module.model, tmp_path)
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     module = built("llama")
-    save_hf([module], module.model, module.details, tmp_path)
+    save_weights([module], module.model, tmp_path)
     wider = Transformer(
         model_from_config(config_named("llama") | {"intermediate_size": 100}, "wider"),
         max_seq_len=64,
     )
     with pytest.raises(InputError, match=r"mlp\.gate\.weight as \(96, 64\)"):
-        load_hf([wider], wider.model, tmp_path)
+        load_weights(wider, wider.model, tmp_path)
     deeper = model_from_config(config_named("llama") | {"num_hidden_layers": 4}, "deeper")
     with pytest.raises(InputError, match=r"lacks model.layers.3\."):
-        load_hf([Transformer(deeper, max_seq_len=64)], deeper, tmp_path)
+        load_weights(Transformer(deeper, max_seq_len=64), deeper, tmp_path)
 
 
 @pytest.mark.parametrize(
