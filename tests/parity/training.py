@@ -25,29 +25,16 @@ from executor.transformer import Transformer
 from executor.weights import global_name
 from planner import api
 from planner.plan import Plan
-from planner.specs import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from planner.specs import ModelSpec
+from tests.parity.models import dense_model, moe_model
 
+__all__ = ["dense_model", "moe_model", "plan_of", "train"]
 STEPS = 3
 SEED = 7
 # A large eps and clipping that bites: so that neither hides an error of scale.
 HYPER = Hyperparameters(
     learning_rate=1e-2, eps=1e-4, warmup_steps=1, total_steps=10, max_grad_norm=0.2
 )
-
-
-def dense_model(layers: int = 4, **changes: Any) -> ModelSpec:
-    """A small Llama: grouped-query attention, a vocabulary that 4 ranks cut unevenly."""
-    kind = LayerSpec(AttentionSpec(8, 4, 8), mlp=MlpSpec(96))
-    fields = {"name": "tiny", "hidden_size": 64, "vocab_size": 101} | changes
-    return ModelSpec(kinds=(kind,), layer_kinds=(0,) * layers, **fields)
-
-
-def moe_model(layers: int = 2, shared: int = 0) -> ModelSpec:
-    """A dense layer, then mixtures of 4 experts, 2 chosen."""
-    attention = AttentionSpec(4, 4, 8)
-    moe = MoeSpec(4, 2, 32, shared_intermediate_size=shared)
-    kinds = (LayerSpec(attention, mlp=MlpSpec(64)), LayerSpec(attention, moe=moe))
-    return ModelSpec("tiny-moe", 32, 64, kinds, (0,) + (1,) * (layers - 1))
 
 
 @dataclass
