@@ -7,6 +7,7 @@ whole one.
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -106,9 +107,12 @@ class Checkpointer:
         """Start saving the state after `step` steps; returns when it is copied."""
         self.finish()
         folder = files.step_folder(self.root, step)
-        if dist.get_rank() == 0:
-            self._prepare(folder, step)
-        dist.barrier(self.group)
+        dist.barrier(self.group)  # all ranks have vouched for the one before
+        faults = [self._prepare(folder, step) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(faults, src=0, group=self.group)
+        if faults[0] is not None:
+            self._failed(step, faults[0])
+            return
         state = run_state(self.modules, self.optimizer, self.plan)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is experimental
@@ -125,7 +129,8 @@ class Checkpointer:
         self._pending = threading.Thread(target=self._complete, args=(future, folder), daemon=True)
         self._pending.start()
 
-    def _prepare(self, folder: Path, step: int) -> None:
+    def _prepare(self, folder: Path, step: int) -> Exception | None:
+        """Make the folder, and room for it; returns what went wrong."""
         run = {
             "format": files.FORMAT,
             "step": step,
@@ -135,14 +140,14 @@ class Checkpointer:
             "data": self.data.state_dict(),
             "torch": str(torch.__version__),
         }
-        self._prune()
-        files.remove(folder)  # one that was not finished
         try:
+            self._prune()
+            files.remove(folder)  # one that was not finished
             folder.mkdir(parents=True)
-            write_whole(folder / files.RUN, files.json.dumps(run))
+            write_whole(folder / files.RUN, json.dumps(run))
         except (OSError, InputError) as error:
-            # The save itself will fail on this rank, and so on all.
-            self.report(f"cannot write into {folder}: {error}")
+            return error
+        return None
 
     def _complete(self, future: Any, folder: Path) -> None:
         try:
