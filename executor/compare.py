@@ -65,14 +65,36 @@ def why_time_does_not_count(measurements: Measurements) -> str | None:
 Totals = dict[tuple[str, str], tuple[int, float]]
 
 
-def planned_totals(plan: Plan) -> Totals:
-    """(kind, axis) -> calls and bytes of a step, on the rank that the plan describes."""
+def planned_totals(plan: Plan, pp_rank: int) -> Totals:
+    """(kind, axis) -> calls and bytes of a step, on a rank of the stage that the plan describes.
+
+    The plan's sends are those of a stage between others; at the ends there are fewer.
+    """
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for op in plan.comm_ops:
+        count = float(op.count)
+        if op.axis == "pp":
+            count = plan.num_microbatches * num_sends(plan, pp_rank, op.phase)
         entry = found[op.kind, op.axis]
-        entry[0] += float(op.count)
-        entry[1] += float(op.count) * float(op.num_bytes)
+        entry[0] += count
+        entry[1] += count * float(op.num_bytes)
     return {key: (round(count), size) for key, (count, size) in found.items()}
+
+
+def num_sends(plan: Plan, pp_rank: int, phase: str) -> int:
+    """Chunks of a pipeline rank whose output (or input gradient) goes to another rank."""
+    step = 1 if phase == "forward" else -1
+    holder = {chunk.virtual_stage: r for r, s in enumerate(plan.stages) for chunk in s.chunks}
+    return sum(
+        holder.get(chunk.virtual_stage + step, pp_rank) != pp_rank
+        for chunk in plan.stages[pp_rank].chunks
+    )
+
+
+def planned_stage(plan: Plan) -> int:
+    """The pipeline rank whose collectives the plan lists: the slowest."""
+    seconds = plan.prediction.stage_s
+    return seconds.index(max(seconds))
 
 
 def measured_totals(rank: RankMeasure) -> Totals:
@@ -87,16 +109,16 @@ def measured_totals(rank: RankMeasure) -> Totals:
     return {key: (round(count), size) for key, (count, size) in found.items()}
 
 
-def busiest_rank(measurements: Measurements) -> RankMeasure:
-    """The rank that sent most: the plan's collectives are those of the slowest stage."""
-    return max(
-        measurements.ranks, key=lambda rank: sum(c.count * c.num_bytes for c in rank.collectives)
-    )
+def rank_of_stage(measurements: Measurements, pp_rank: int) -> RankMeasure:
+    """The first rank of a stage."""
+    return next(r for r in measurements.ranks if r.coordinates.get("pp", 0) == pp_rank)
 
 
 def collective_rows(plan: Plan, measurements: Measurements) -> list[dict[str, Any]]:
     """Count and bytes of every kind and axis, planned and measured."""
-    planned, measured = planned_totals(plan), measured_totals(busiest_rank(measurements))
+    stage = planned_stage(plan)
+    planned = planned_totals(plan, stage)
+    measured = measured_totals(rank_of_stage(measurements, stage))
     rows = []
     for key in sorted({*planned, *measured}):
         (count, size), (ran, sent) = planned.get(key, (0, 0.0)), measured.get(key, (0, 0.0))
@@ -172,5 +194,5 @@ def render(document: Mapping[str, Any]) -> str:
         size = f"{row['planned_bytes']:.0f} / {row['measured_bytes']:.0f}"
         mark = "" if row["equal"] else "  differ"
         lines.append(f"{row['kind']:<16}{row['axis']:<11}{calls:>17}{size:>27}{mark}")
-    lines.append("(planned / measured, a step of the rank that sends most)")
+    lines.append("(planned / measured, a step of the first rank of the slowest stage)")
     return "\n".join(lines)

@@ -194,11 +194,11 @@ def group_name_of(arguments: tuple[Any, ...]) -> str:
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that run while it is entered.
 
-    `axes` maps the name of a process group to its mesh axis; groups that it lacks are ``other``.
+    `axes` maps the name of a process group to its mesh axes; groups that it lacks are ``other``.
     Entered, it slows every operation down: count in a step that is not timed.
     """
 
-    def __init__(self, axes: Mapping[str, str]) -> None:
+    def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
         self.axes = dict(axes)
         self.counts: Counter[tuple[str, str, int]] = Counter()
@@ -217,7 +217,7 @@ class CollectiveCounter(TorchDispatchMode):
         size = tensor_bytes(arguments[place])
         if name in GATHERS_OF_PARTS:
             size *= torch.distributed.distributed_c10d._resolve_process_group(group).size()
-        self.counts[kind, self.axes.get(group, "other"), size] += 1
+        self.counts[kind, axis_of(kind, self.axes.get(group, ())), size] += 1
 
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted, in order of kind, axis and size."""
@@ -227,18 +227,40 @@ class CollectiveCounter(TorchDispatchMode):
         )
 
 
-def axes_of_groups(meshes: Meshes) -> dict[str, str]:
-    """Name of every process group of the meshes -> its axis, as `planner.results.CommOp` has it."""
-    found: dict[str, str] = {}
+def axes_of_groups(meshes: Meshes) -> dict[str, tuple[str, ...]]:
+    """Name of every process group of the meshes -> its axes, which share it where ranks agree."""
+    found: dict[str, tuple[str, ...]] = {}
     for axis in AXES:
         group = meshes.group(axis)
         if group is not None:
-            found[str(group.group_name)] = PLANNED_AXIS.get(axis, axis)
+            name = str(group.group_name)
+            found[name] = (*found.get(name, ()), axis)
     return found
 
 
-# The planner speaks of one expert data-parallel axis, the executor of its two parts.
-PLANNED_AXIS = {"edp_shard": "edp", "edp_replicate": "replicate"}
+# Which of the axes of one group a collective serves: parameters never go by all-to-all, and
+# tokens never by anything else over ep.
+PREFERRED = {
+    "all_to_all": ("ep", "cp"),
+    "send_recv": ("pp", "cp"),
+    "all_reduce": ("tp", "replicate", "shard", "dp", "edp", "edp_replicate", "edp_shard"),
+    "all_gather": ("tp", "shard", "edp_shard", "replicate"),
+    "reduce_scatter": ("tp", "shard", "edp_shard", "replicate"),
+}
+
+
+def axis_of(kind: str, axes: Sequence[str]) -> str:
+    """The axis of a collective as `planner.results.CommOp` names it.
+
+    >>> axis_of("all_to_all", ("shard", "ep")), axis_of("all_gather", ("shard", "ep"))
+    ('ep', 'shard')
+    >>> axis_of("all_reduce", ("edp",)), axis_of("all_gather", ())
+    ('replicate', 'other')
+    """
+    axis = next((a for a in PREFERRED.get(kind, ()) if a in axes), next(iter(axes), "other"))
+    if axis.startswith("edp"):  # planned as one axis, whose sums count among the replicas'
+        return "replicate" if kind == "all_reduce" else "edp"
+    return axis
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     ([1, 0, 2, 3], [1, 2, 1, 0])
     """
     flat = chosen.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)
+    counts = flat.new_zeros(num_experts).index_add(0, flat, torch.ones_like(flat))
+    return flat.argsort(stable=True), counts
 
 
 def dispatch_local(moe: Moe, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

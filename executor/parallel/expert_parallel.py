@@ -10,6 +10,7 @@ References: Shazeer2017.
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -85,12 +86,12 @@ def expert_order(received: list[list[int]], device: Any) -> tuple[Tensor, list[i
     >>> order.tolist(), sizes
     ([0, 3, 4, 1, 2, 5], [3, 3])
     """
-    table = torch.tensor(received)
-    sources, experts = table.shape
-    starts = (table.flatten().cumsum(0) - table.flatten()).view(sources, experts)
+    sources, experts = len(received), len(received[0])
+    ends = list(accumulate(count for row in received for count in row))
     pieces = [
-        torch.arange(starts[r, e], starts[r, e] + table[r, e])
+        torch.arange(end - received[r][e], end, device=device)
         for e in range(experts)
         for r in range(sources)
+        for end in [ends[r * experts + e]]
     ]
-    return torch.cat(pieces).to(device), table.sum(0).tolist()
+    return torch.cat(pieces), [sum(row[e] for row in received) for e in range(experts)]
