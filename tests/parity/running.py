@@ -16,12 +16,12 @@ from executor.data import make_data
 from executor.hf_weights import load_weights, save_weights
 from executor.launch import RunError
 from executor.mesh import build_mesh
-from executor.optimizer import Hyperparameters, make_optimizer
+from executor.optimizer import Hyperparameters, local, make_optimizer
 from executor.parallel.pipeline_parallel import build_pipeline
 from executor.parallelize import loss_function, parallelize
 from executor.train import StepRecord, Trainer
 from executor.transformer import Transformer
-from executor.weights import global_name
+from executor.weights import global_name, init_weights
 from planner.plan import Plan
 from tests.parity.training import full
 
@@ -172,8 +172,31 @@ def run_short_of_space(plan: Plan, steps: int, folder: str, at_step: int) -> Run
     return Run(first_step, trainer.train(steps, first_step), parameters(trainer), said)
 
 
-def export(plan: Plan, folder: str) -> None:
-    """Train a step, and write the weights as Hugging Face does."""
+def exported(plan: Plan, folder: str) -> dict[str, Any]:
+    """Train a step, write the weights as Hugging Face does; this rank's parameters."""
     trainer = trainer_of(plan, [])
     trainer.train(1)
     save_weights(trainer.pipeline.modules, plan.model, folder)
+    return parameters(trainer)
+
+
+def refilled(plan: Plan, folder: str) -> list[str]:
+    """Names of parameters that differ after being filled, sharded as they are, with what they held.
+
+    From the seed, then from a folder with the same weights.
+    """
+    trainer = trainer_of(plan, [])
+    held = [p.detach().clone() for p in trainer.params]
+    names = [n for module in trainer.pipeline.modules for n, _ in module.named_parameters()]
+    wrong = []
+    for fill in ("seed", "folder"):
+        for p in trainer.params:
+            (p.to_local() if hasattr(p, "to_local") else p).detach().zero_()
+        for module in trainer.pipeline.modules:
+            if fill == "folder":
+                load_weights(module, plan.model, folder)
+            else:
+                init_weights(module, plan.model, SEED, 0.02)
+        pairs = zip(names, trainer.params, held, strict=True)
+        wrong += [f"{fill}: {n}" for n, p, q in pairs if not torch.equal(local(p), local(q))]
+    return wrong
