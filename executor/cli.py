@@ -60,7 +60,7 @@ def run(
         typer.Option("-o", "--output", metavar="FILE", help="write the measurements here"),
     ] = None,
     log: Annotated[
-        Path | None, typer.Option("--log", metavar="FILE", help="one JSON line a step")
+        Path | None, typer.Option("--log-file", metavar="FILE", help="one JSON line a step")
     ] = None,
     dry_run: Annotated[
         bool,
