@@ -65,16 +65,6 @@ class Meshes:
         mesh = self.mesh(axis)
         return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
-    def group_axes(self) -> dict[str, str]:
-        """Name of every process group -> its axis, as `planner.results.CommOp` names it."""
-        names = {"edp_replicate": "replicate", "edp_shard": "edp"}
-        found = {}
-        for axis in AXES:
-            group = self.group(axis)
-            if group is not None:
-                found[str(group.group_name)] = names.get(axis, axis)
-        return found
-
     @property
     def pp(self) -> DeviceMesh | None:
         return self.mesh("pp")

@@ -46,10 +46,11 @@ def parallelize(
         The plan asks for something that torch does not do right.
     """
     check(plan)
-    tensor_parallel.apply(model, plan, meshes)
+    policies = recompute_policies(plan)
+    tensor_parallel.apply(model, plan, meshes, policies)
     expert_parallel.apply(model, plan, meshes)
     context_parallel.apply(model, plan, meshes)
-    recompute.apply(model, recompute_policies(plan))
+    recompute.apply(model, policies)
     model.to(device)
     return data_parallel.apply(model, plan, meshes)
 

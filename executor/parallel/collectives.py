@@ -22,7 +22,13 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     n = group.size()
     parts = x.new_empty((n, *x.shape))
     all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
-    return parts.transpose(0, 1).reshape(x.shape[0], n * x.shape[1], *x.shape[2:])
+    return joined(parts)
+
+
+def joined(parts: Tensor) -> Tensor:
+    """[n, b, s / n, ...] as [b, s, ...]."""
+    n, b, rows, *rest = parts.shape
+    return parts.transpose(0, 1).reshape(b, n * rows, *rest)
 
 
 def scatter_sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -47,17 +53,74 @@ class GatherRows(torch.autograd.Function):
         return scatter_sum_rows(grads[0], ctx.group), None
 
 
+class KeptRows:
+    """Lets what is gathered be forgotten between forward and backward, and gathered again.
+
+    Entered around the products of a gathered input, it keeps this rank's rows in place of all. The
+    second gather starts when `prefetch` is called, beside the backward of what comes later.
+    """
+
+    def __init__(self, rows: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+        self.rows = rows.detach()
+        self.group = group
+        self.storage = whole.untyped_storage()._cdata
+        self.num_uses = 0
+        self.num_used = 0
+        self.pending: tuple[Tensor, Any] | None = None
+        self.whole: Tensor | None = None
+
+    def pack(self, saved: Tensor) -> Any:
+        """Note where in the gathered input a saved tensor lies; others stay as they are."""
+        if saved.untyped_storage()._cdata != self.storage:
+            return saved
+        self.num_uses += 1
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The saved tensor, from rows gathered once more for all of them."""
+        if isinstance(packed, Tensor):
+            return packed
+        if self.whole is None:
+            self.prefetch()
+            assert self.pending is not None
+            parts, work = self.pending
+            work.wait()
+            self.whole, self.pending = joined(parts), None
+        found = self.whole.as_strided(*packed)
+        self.num_used += 1
+        if self.num_used % self.num_uses == 0:
+            self.whole = None
+        return found
+
+    def prefetch(self) -> None:
+        """Begin to gather."""
+        if self.pending is None and self.whole is None and self.num_uses:
+            parts = self.rows.new_empty((self.group.size(), *self.rows.shape))
+            source = self.rows.contiguous()
+            work = all_gather_single(parts.flatten(0, 1), source, group=self.group, async_op=True)
+            self.pending = parts, work
+
+    def entered(self) -> Any:
+        """The context in which saved tensors pass through this object."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+
 class ScatterSumRows(torch.autograd.Function):
-    """Sum and scatter rows forward, gather their gradient backward."""
+    """Sum and scatter rows forward, gather their gradient backward; then `kept` gathers again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, kept: KeptRows | None = None
+    ) -> Tensor:
+        ctx.group, ctx.kept = group, kept
         return scatter_sum_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return gather_rows(grads[0], ctx.group), None
+        whole = gather_rows(grads[0], ctx.group)
+        if ctx.kept is not None:
+            ctx.kept.prefetch()
+        return whole, None, None
 
 
 class AllToAll(torch.autograd.Function):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from executor.mesh import Meshes
@@ -143,13 +143,12 @@ def finish_gradients(modules: Sequence[nn.Module], plan: Plan, meshes: Meshes) -
     To be called once a step, after the last backward and before clipping.
     """
     for module in modules:
-        if any(isinstance(part, FSDPModule) for part in module.modules()):
-            continue  # FSDP sums over tp itself, as it reduces
-        sum_partial(module.parameters(), meshes)
-        if isinstance(module, DistributedDataParallel):
-            continue  # its parameters are plain, and it has summed them
+        sum_whole(module.parameters(), meshes)
+        if uses_fsdp(plan) or isinstance(module, DistributedDataParallel):
+            continue  # it has summed over replicas
+        experts = experts_of(module, meshes)
         for block in blocks(module):
-            sum_block(block, experts_of(module, meshes), meshes)
+            sum_block(block, experts, meshes)
 
 
 def blocks(module: nn.Module) -> list[list[nn.Parameter]]:
@@ -164,20 +163,22 @@ def blocks(module: nn.Module) -> list[list[nn.Parameter]]:
     return found
 
 
-def sum_partial(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
-    """Sum over tp the gradients of parameters that are whole on every rank, in one message."""
-    partial = [
-        p
-        for p in parameters
-        if isinstance(p.grad, DTensor) and any(isinstance(x, Partial) for x in p.grad.placements)
-    ]
-    if not partial:
-        return
-    sum_together([p.grad.to_local() for p in partial], meshes.group("tp"))
-    for p in partial:
-        p.grad = DTensor.from_local(
-            p.grad.to_local(), p.grad.device_mesh, [Replicate()], run_check=False
-        )
+def sum_whole(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
+    """Sum over tp the gradients of parameters that are whole on every rank, in one message.
+
+    Each tensor rank has seen its own rows or heads alone.
+    """
+    grads = [local_grad(p) for p in parameters if p.grad is not None and whole_over_tp(p)]
+    if grads:
+        sum_together(grads, meshes.group("tp"))
+
+
+def whole_over_tp(parameter: nn.Parameter) -> bool:
+    """Whether every tensor-parallel rank holds all of a parameter (or of its FSDP shard)."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tp" in names and parameter.placements[names.index("tp")].is_replicate()
 
 
 def experts_of(module: nn.Module, meshes: Meshes) -> set[int]:

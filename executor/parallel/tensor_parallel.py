@@ -12,7 +12,7 @@ References: Shoeybi2019; Korthikanti2022 section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from executor.mesh import Meshes
 from executor.moe import Experts, Moe
-from executor.parallel.collectives import GatherRows, ScatterSumRows
+from executor.parallel.collectives import GatherRows, KeptRows, ScatterSumRows
 from planner.errors import LayoutError
 from planner.plan import Plan
 
@@ -35,8 +35,11 @@ COLUMNS = ("q", "k", "v", "kv", "gate", "up")
 ROWS = ("out", "down")
 
 
-def apply(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
+def apply(model: nn.Module, plan: Plan, meshes: Meshes, policies: Mapping[int, str]) -> None:
     """Cut every parameter but the routed experts over tp, and put the collectives in place.
+
+    `policies` are the recompute policies by global index of a layer: one that runs its forward
+    again has its inputs gathered then, and the others keep their rows and gather in backward.
 
     Raises
     ------
@@ -53,21 +56,20 @@ def apply(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
             values={"tp": plan.layout.tp, "qk_norm": "full"},
             legal={"tp": [1]},
         )
-    group = mesh.get_group()
-    cut: set[nn.Module] = set()
-    for module in list(model.modules()):
-        if hasattr(module, "core") or is_mlp(module):
-            cut |= split_block(module, mesh)
-        elif isinstance(module, Moe):
-            sequence_sum(module, group)
-        elif isinstance(module, Experts):
-            cut.add(module)  # expert parallelism's, or whole on every rank
-    for module in ends_of(model, mesh):
-        cut.add(module)
+    cut = ends_of(model, mesh)
+    for index, layer in model.layers.items():
+        again = policies[int(index)] != "full"
+        for module in layer.modules():
+            if hasattr(module, "core") or is_mlp(module):
+                cut |= split_block(module, mesh, again=again)
+            elif isinstance(module, Moe):
+                sequence_sum(module, mesh.get_group())
+            elif isinstance(module, Experts):
+                cut.add(module)  # expert parallelism's, or whole on every rank
     for module in model.modules():
         if module not in cut and list(module.parameters(recurse=False)):
             distribute(module, mesh, {})
-            localize(module, Partial())
+            localize(module)
 
 
 def is_mlp(module: nn.Module) -> bool:
@@ -75,7 +77,7 @@ def is_mlp(module: nn.Module) -> bool:
     return isinstance(getattr(module, "up", None), nn.Linear)
 
 
-def split_block(block: nn.Module, mesh: DeviceMesh) -> set[nn.Module]:
+def split_block(block: nn.Module, mesh: DeviceMesh, *, again: bool) -> set[nn.Module]:
     """Cut the Linears of attention or feed-forward, gather at its start, scatter at its end."""
     group = mesh.get_group()
     done: set[nn.Module] = set()
@@ -86,30 +88,29 @@ def split_block(block: nn.Module, mesh: DeviceMesh) -> set[nn.Module]:
             done.add(linear)
         elif name in ROWS:
             distribute(linear, mesh, {"weight": Shard(ROW)})
-            linear.forward = partial(row_linear, linear, group)
+            linear.forward = partial(row_linear, linear, block, group)
             done.add(linear)
-    block.register_forward_pre_hook(partial(gather_input, group))
+    block.forward = partial(with_gathered_input, block, block.forward, group, again)
     return done
 
 
-def ends_of(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def ends_of(model: nn.Module, mesh: DeviceMesh) -> set[nn.Module]:
     """Cut embedding and head over the vocabulary."""
-    group, found = mesh.get_group(), []
-    embedding, head = getattr(model, "embedding", None), getattr(model, "head", None)
-    places = getattr(model, "position_embedding", None)
+    found: set[nn.Module] = set()
+    embedding, head, places = model.embedding, model.head, model.position_embedding
     if embedding is not None:
         distribute(embedding, mesh, {"weight": Shard(0)})
         embedding.forward = partial(vocabulary_embedding, embedding, mesh)
-        found.append(embedding)
+        found.add(embedding)
     if places is not None:
         places.register_forward_pre_hook(partial(own_rows, mesh))
     if head is not None:
-        if getattr(model, "tied", False):
+        if model.tied:
             head.weight = embedding.weight
         distribute(head, mesh, {"weight": Shard(0), "bias": Shard(0)})
         localize(head)
-        head.register_forward_pre_hook(partial(gather_input, group))
-        found.append(head)
+        head.forward = partial(with_gathered_input, head, head.forward, mesh.get_group(), True)
+        found.add(head)
     return found
 
 
@@ -148,21 +149,22 @@ def cut_of(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(each, length - start)
 
 
-def local(parameter: Tensor | None, grad: Placement | None = None) -> Any:
-    """The local shard, through which gradients flow back as the same shard or as partial sums."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.to_local(grad_placements=None if grad is None else [grad])
+def local(parameter: Tensor | None) -> Any:
+    """The local shard, through which gradients flow back as one of the same placement.
+
+    Those of a whole parameter are this rank's addend, until `finish_gradients` sums them.
+    """
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def localize(module: nn.Module, grad: Placement | None = None) -> None:
+def localize(module: nn.Module) -> None:
     """Let a module compute with local shards: they stand in its parameters' place in `forward`."""
     inner = module.forward
     names = [name for name, _ in module.named_parameters(recurse=False)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for name in names:
-            module.__dict__[name] = local(module._parameters[name], grad)
+            module.__dict__[name] = local(module._parameters[name])
         try:
             return inner(*args, **kwargs)
         finally:
@@ -172,15 +174,32 @@ def localize(module: nn.Module, grad: Placement | None = None) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-def gather_input(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
-    """Join the rows of all ranks, before a column-parallel block."""
-    return (GatherRows.apply(args[0], group), *args[1:])
+def with_gathered_input(
+    block: nn.Module,
+    inner: Callable[..., Tensor],
+    group: dist.ProcessGroup,
+    again: bool,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Run a column-parallel block on the rows of all ranks; keep those of this rank if `again`."""
+    whole = GatherRows.apply(x, group)
+    if not again or not torch.is_grad_enabled():
+        return inner(whole, *args, **kwargs)
+    kept = KeptRows(x, whole, group)
+    block.__dict__["kept_rows"] = kept
+    with kept.entered():
+        out = inner(whole, *args, **kwargs)
+    del block.__dict__["kept_rows"]
+    return out
 
 
-def row_linear(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def row_linear(linear: nn.Linear, block: nn.Module, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """A row-parallel product: partial sums of all rows, then this rank's rows of the sum."""
-    out = ScatterSumRows.apply(functional.linear(x, local(linear.weight)), group)
-    return out if linear.bias is None else out + local(linear.bias, Partial())
+    kept = block.__dict__.get("kept_rows")
+    out = ScatterSumRows.apply(functional.linear(x, local(linear.weight)), group, kept)
+    return out if linear.bias is None else out + local(linear.bias)
 
 
 def vocabulary_embedding(embedding: nn.Embedding, mesh: DeviceMesh, tokens: Tensor) -> Tensor:

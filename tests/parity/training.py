@@ -71,55 +71,76 @@ def full(value: torch.Tensor) -> np.ndarray:
     return value.detach().float().cpu().numpy().copy()
 
 
-def train(plan: Plan, steps: int = STEPS) -> Result:
-    """Train under the plan on this rank; ranks that hold the same parameters return the same."""
-    meshes = build_mesh(plan, "cpu")
-    dtype = torch.float32
+class Trainer:
+    """This rank's part of a run under a plan."""
 
-    def make_chunk(layers: tuple[int, ...], has_embedding: bool, has_head: bool) -> nn.Module:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.meshes = build_mesh(plan, "cpu")
+        loss = loss_function(plan, self.meshes)
+        self.pipeline = build_pipeline(plan, self.meshes, self.make_chunk, loss)
+        self.named = {
+            global_name(name): p
+            for chunk in self.pipeline.modules
+            for name, p in chunk.named_parameters()
+        }
+        self.optimizer = make_optimizer(self.named.values(), plan.train, plan.layout.zero, HYPER)
+        self.data = Data(
+            open_source("synthetic", plan.train.seq_len, plan.model.vocab_size, SEED),
+            micro_batch=plan.layout.micro_batch,
+            dp_rank=self.meshes.rank("dp"),
+            dp_size=plan.layout.dp,
+            seed=SEED,
+        )
+
+    def make_chunk(self, layers: tuple[int, ...], has_embedding: bool, has_head: bool) -> nn.Module:
         model = Transformer(
-            plan.model,
+            self.plan.model,
             layers=layers,
             has_embedding=has_embedding,
             has_head=has_head,
-            max_seq_len=plan.train.seq_len,
-            dtype=dtype,
+            max_seq_len=self.plan.train.seq_len,
         )
         model.init_weights(SEED)
         for moe in model.moe_layers():
-            moe.aux_scale = token_weight(plan) * plan.train.seq_len
-        return parallelize(model, plan, meshes, "cpu")
+            moe.aux_scale = token_weight(self.plan) * self.plan.train.seq_len
+        return parallelize(model, self.plan, self.meshes, "cpu")
 
-    pipeline = build_pipeline(plan, meshes, make_chunk, loss_function(plan, meshes))
-    named = {
-        global_name(name): p for chunk in pipeline.modules for name, p in chunk.named_parameters()
-    }
-    optimizer = make_optimizer(named.values(), plan.train, plan.layout.zero, HYPER)
-    source = open_source("synthetic", plan.train.seq_len, plan.model.vocab_size, SEED)
-    data = Data(
-        source,
-        micro_batch=plan.layout.micro_batch,
-        dp_rank=meshes.rank("dp"),
-        dp_size=plan.layout.dp,
-        seed=SEED,
-    )
-    result = Result([], [], {}, {}, [])
-    for step in range(steps):
-        batches = [next(data) for _ in range(plan.num_microbatches)]
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels of a step, as far as this rank sees them."""
+        pairs = [next(self.data) for _ in range(self.plan.num_microbatches)]
         tokens, labels = (
-            split_sequence(torch.cat([batch[i] for batch in batches]), plan, meshes)
+            split_sequence(torch.cat([pair[i] for pair in pairs]), self.plan, self.meshes)
             for i in range(2)
         )
-        loss = pipeline.step(tokens, labels)
-        finish_gradients(pipeline.modules, plan, meshes)
-        result.losses.append(total_loss(loss, plan))
+        return tokens, labels
+
+    def gradients(self) -> torch.Tensor:
+        """Forward and backward of a step; gradients are whole afterwards."""
+        loss = self.pipeline.step(*self.batch())
+        finish_gradients(self.pipeline.modules, self.plan, self.meshes)
+        return loss
+
+    def update(self) -> float:
+        """Clip and step; the norm before clipping."""
+        parameters = list(self.named.values())
+        norm = clip_grad_norm(parameters, HYPER.max_grad_norm, self.plan.layout.pp)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+
+def train(plan: Plan, steps: int = STEPS) -> Result:
+    """Train under the plan on this rank; ranks that hold the same parameters return the same."""
+    trainer = Trainer(plan)
+    named = trainer.named
+    result = Result([], [], {}, {}, [])
+    for step in range(steps):
+        result.losses.append(total_loss(trainer.gradients(), plan))
         result.missing += [name for name, p in named.items() if p.grad is None]
         if step == steps - 1 and not result.missing:
             result.grads = {name: full(p.grad) for name, p in named.items()}
-        norm = clip_grad_norm(list(named.values()), HYPER.max_grad_norm, plan.layout.pp)
-        result.norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
+        result.norms.append(trainer.update())
     result.params = {name: full(p) for name, p in named.items()}
     return result
 
