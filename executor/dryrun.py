@@ -15,15 +15,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from executor.compare import planned_stage
 from executor.launch import start
 from executor.measure import CollectiveCounter, axes_of_groups, local_bytes
 from executor.mesh import build_mesh, coordinates
@@ -51,11 +52,15 @@ class Traced:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Bytes of all storages that operations made while it was entered, and their peak."""
+    """Bytes of all storages that operations made while it was entered, and their peak.
 
-    def __init__(self) -> None:
+    Those of the tensors `known` before, such as parameters, do not count.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
-        self.live: dict[int, int] = {}
+        self.known = [value.untyped_storage() for value in known]
+        self.live: dict[int, int] = {storage._cdata: 0 for storage in self.known}
         self.now = 0
         self.peak = 0
 
@@ -64,7 +69,8 @@ class MemoryMeter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):
+            # A DTensor is as large as the whole and holds nothing: its part is seen by itself.
+            if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value):
                 self.see(value)
         return result
 
@@ -83,10 +89,36 @@ class MemoryMeter(TorchDispatchMode):
     def freed(self, key: int) -> None:
         self.now -= self.live.pop(key, 0)
 
-    def forget(self, tensors: Sequence[Tensor]) -> None:
-        """Leave storages out that are not activations, such as gradients."""
-        for value in tensors:
-            self.live[value.untyped_storage()._cdata] = 0
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew: FSDP empties and refills those of whole parameters."""
+        key = storage._cdata
+        if key in self.live:
+            self.now += storage.nbytes() - self.live[key]
+            self.live[key] = storage.nbytes()
+            self.peak = max(self.peak, self.now)
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self.resized(storage)
+            return result
+
+        self.restore = lambda: setattr(torch.UntypedStorage, "resize_", resize)
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+        super().__exit__(*error)
+
+
+def local_part(value: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    found: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found.detach()
 
 
 @contextmanager
@@ -141,7 +173,8 @@ def trace_rank(plan: Plan, rank: int) -> Traced:
         with mode:
             tokens = torch.zeros(rows, columns, dtype=torch.int64)
             labels = torch.zeros(rows, columns, dtype=torch.int64)
-        counter, meter = CollectiveCounter(axes_of_groups(meshes)), MemoryMeter()
+        counter = CollectiveCounter(axes_of_groups(meshes))
+        meter = MemoryMeter([local_part(p) for p in parameters])
         with mode, counter, meter:
             pipeline.step(tokens, labels)
             finish_gradients(pipeline.modules, plan, meshes)
@@ -203,8 +236,13 @@ def check_alike(plan: Plan, pp_rank: int) -> int:
     return counts.pop()
 
 
-def dry_run(plan: Plan, rank: int = 0, *, whole: bool = False) -> dict[str, Any]:
+def dry_run(
+    plan: Plan, rank: int | None = None, *, whole: bool = False, method: str = "fork"
+) -> dict[str, Any]:
     """Trace a step of one rank, and hold it against the plan; the document of it.
+
+    Without `rank` it is the first of the slowest stage, whose collectives the plan lists. `method`
+    is how the process that traces starts.
 
     Raises
     ------
@@ -213,14 +251,24 @@ def dry_run(plan: Plan, rank: int = 0, *, whole: bool = False) -> dict[str, Any]
     """
     gc.collect()
     begin = time.monotonic()
+    if rank is None:
+        stage = planned_stage(plan)
+        rank = next(r for r in range(plan.num_gpus) if coordinates(plan.layout, r)["pp"] == stage)
     pp_rank = coordinates(plan.layout, rank)["pp"]
     most = max(len(chunk.layers) for chunk in chunks_of_rank(plan, pp_rank))
     if whole or most <= MORE:
-        (traced,) = start(trace_rank, 1, (plan, rank), time_limit_s=10 * TIME_LIMIT_S)
+        limit_s = 10 * TIME_LIMIT_S
+        (traced,) = start(trace_rank, 1, (plan, rank), time_limit_s=limit_s, method=method)
     else:
         count = check_alike(plan, pp_rank)
         few, more = (
-            start(trace_rank, 1, (shortened(plan, n), rank), time_limit_s=TIME_LIMIT_S)[0]
+            start(
+                trace_rank,
+                1,
+                (shortened(plan, n), rank),
+                time_limit_s=TIME_LIMIT_S,
+                method=method,
+            )[0]
             for n in (FEW, MORE)
         )
         traced = extrapolated(few, more, (count - FEW) / (MORE - FEW))
