@@ -256,12 +256,13 @@ def start(
     """
     store = listen_on_loopback()
     context = get_context(method)
+    parent = 0 if method == "forkserver" else os.getpid()  # whose end is theirs
     channels, processes = [], []
     for rank in range(world_size):
         here, there = context.Pipe(duplex=False)
         process = context.Process(
             target=child,
-            args=(rank, world_size, store.port, there, function, tuple(arguments), os.getpid()),
+            args=(rank, world_size, store.port, there, function, tuple(arguments), parent),
             name=f"rank {rank}",
         )
         process.start()
@@ -379,7 +380,7 @@ def child(
 
 def end_with_parent(parent: int) -> None:
     """Ask Linux to end this process when its parent ends, and end now if it has."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not parent:
         return
     import ctypes
 
