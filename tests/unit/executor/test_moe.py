@@ -142,3 +142,25 @@ def test_tokens_dealt_in_turns_are_counted_without_looking() -> None:
     _, _, chosen = moe.route(inputs(1, 7).flatten(0, -2))
     counts = torch.bincount(chosen.flatten(), minlength=6).tolist()
     assert counts == moe.balanced_counts(7) == [3, 3, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_grouped_products_are_those_one_by_one(gated: bool) -> None:
+    """The path of bf16 on a GPU, which runs on CPU too; an expert has no rows."""
+    experts = moe_of(replace(SPEC, gated=gated)).experts
+    counts = [5, 0, 3, 8, 1, 7]
+    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(2))
+    weights = torch.rand(24, generator=torch.Generator().manual_seed(3))
+    results = []
+    for grouped in (False, True):
+        experts.zero_grad()
+        rows = x.clone().requires_grad_()
+        if grouped:
+            gate, up, down = experts.gate, experts.up, experts.down
+            out = experts._grouped(rows, counts, weights[:, None], gate, up, down)
+        else:
+            out = experts(rows, counts, weights)
+        out.square().sum().backward()
+        results.append([out, rows.grad, *(p.grad.clone() for p in experts.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
