@@ -25,7 +25,7 @@ from executor.launch import (  # noqa: E402
 from executor.watch import Watch  # noqa: E402
 from planner.plan import Plan  # noqa: E402
 from tests.parity.models import dense_model  # noqa: E402
-from tests.parity.ranks import PRELOADED
+from tests.parity.ranks import PRELOADED  # noqa: E402
 from tests.parity.training import plan_of  # noqa: E402
 
 # Forked from a server that has run nothing: the threads of a backward pass do not survive a fork.
