@@ -1,9 +1,9 @@
-# demo, test, lint, bench. PYTHON is any Python 3.11 or newer.
+# demo, test, lint, bench, regret. PYTHON is any Python 3.11 or newer.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench regret
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +16,7 @@ SOURCES := $(shell find hwprofiles planner reports executor shardwise.py -type f
 # folder left from before would bring back files that are gone.
 $(VENV)/.demo: $(BIN)/python pyproject.toml $(SOURCES)
 	rm -rf build
-	$(BIN)/python -m pip install --quiet .
+	$(BIN)/python -m pip install --quiet '.[run]'
 	rm -rf build
 	touch $@
 
@@ -29,14 +29,13 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml
 	touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/shardwise models llama-3-8b
-	$(BIN)/shardwise hardware dgx-h100
-	$(BIN)/shardwise plan llama-3-8b --cluster dgx-h100 --nodes 1 \
-		--global-batch-size 64 --seq-len 8192 -o $(VENV)/plan.json
-	$(BIN)/shardwise estimate llama-3-8b --cluster dgx-h100 --nodes 1 \
-		--global-batch-size 64 --seq-len 8192 --layout "tp=2 dp=4 zero=1 recompute=full"
-	$(BIN)/shardwise plan gpt2 --cluster local --gpus 2 --precision fp32 --runtime shardwise \
-		--global-batch-size 8 --seq-len 256
+	$(BIN)/shardwise plan llama-3-70b --cluster dgx-h100 --nodes 16 \
+		--global-batch-size 512 --seq-len 8192 -o $(VENV)/plan.json
+	$(BIN)/shardwise plan tests/benchmarks/small.toml --cluster local:2 --gpus 2 \
+		--global-batch-size 8 --seq-len 128 --runtime shardwise --precision fp32 \
+		--top 3 -o $(VENV)/small.json
+	$(BIN)/shardwise run $(VENV)/small.json --steps 5 -o $(VENV)/measurements.json
+	$(BIN)/shardwise compare $(VENV)/small.json $(VENV)/measurements.json
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n 2

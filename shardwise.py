@@ -32,6 +32,9 @@ COMMANDS = {
     "plan": Command("planner.cli:plan", "find the best layout of a model on a cluster"),
     "estimate": Command("planner.cli:estimate", "time and memory of one layout that you name"),
     "validate": Command("reports.cli:validate", "compare predictions with published runs"),
+    "run": Command("executor.cli:run", "execute a plan here, with real collectives"),
+    "calibrate": Command("executor.cli:calibrate", "measure this machine, make a profile of it"),
+    "compare": Command("executor.cli:compare", "hold a prediction against a run"),
     "models": Command("planner.models_cli:models", "list the models, or count one"),
     "hardware": Command(
         "hwprofiles.cli:app",

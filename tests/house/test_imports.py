@@ -12,10 +12,11 @@ MAY_IMPORT = {
     "hwprofiles": {"hwprofiles"},
     "planner": {"hwprofiles", "planner"},
     "reports": {"hwprofiles", "planner", "reports"},
-    "executor": {"planner", "executor"},
+    "executor": {"hwprofiles", "planner", "executor"},
 }
-# The executor takes the vocabulary and never a cost.
-VOCABULARY = {f"planner.{name}" for name in ("specs", "layout", "results", "plan", "errors")}
+# The executor takes the vocabulary, the forms of files and the names in traces, and never a cost.
+WORDS = ("specs", "layout", "results", "plan", "errors", "mesh", "stages", "codec", "files", "trace")
+VOCABULARY = {f"planner.{name}" for name in (*WORDS, "version")}
 # Slow to import, or absent without an extra: inside functions only.
 LATE = {"pandas", "networkx", "matplotlib", "jinja2", "rich", "scipy"}
 

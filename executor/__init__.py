@@ -1,0 +1,1 @@
+"""Runs the plan. The only room that imports torch."""
