@@ -21,6 +21,7 @@ from planner.layout import Layout  # noqa: E402
 from planner.operations import shard_of  # noqa: E402
 from planner.parameters import total_parameters  # noqa: E402
 from planner.presets_index import load_model  # noqa: E402
+from planner.runtime import load_runtime
 from planner.specs import (  # noqa: E402
     AttentionSpec,
     LayerSpec,
@@ -214,22 +215,13 @@ def test_a_layer_keeps_what_the_planner_counts(kind: str) -> None:
 
 
 def whole_batch(model: ModelSpec, sequences: int, seq_len: int) -> object:
-    passes = dict.fromkeys(PASSES, 0.0)
     return shard_of(
         Layout(micro_batch=sequences),
         model,
         TrainSpec(sequences, seq_len, precision="fp32"),
-        sequence_parallel=True,
+        load_runtime("shardwise"),
         flash=True,
-        passes=passes,
     )
-
-
-PASSES = [
-    f"{name}_{way}"
-    for name in ["norm", "residual", "gated", "plain", "rotary", "permute", "router", "scores"]
-    for way in ("forward", "backward")
-] + ["bias_backward", "loss"]
 
 
 def kept_bytes(module: TransformerLayer, x: object) -> int:
