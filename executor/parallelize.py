@@ -1,8 +1,8 @@
 """Parallelize one chunk of the model: the one place that fixes the order of techniques.
 
-Tensor and expert parallelism cut parameters, context parallelism swaps the attention kernel,
-recompute wraps what these have changed, and data parallelism goes around all of it; the optimizer
-comes after.
+Tensor and expert parallelism cut parameters, recompute wraps layers or their attention kernels,
+context parallelism goes around the kernel, so that selective recompute sends nothing again, and
+data parallelism goes around all of it; the optimizer comes after.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def parallelize(
     policies = recompute_policies(plan)
     tensor_parallel.apply(model, plan, meshes, policies)
     expert_parallel.apply(model, plan, meshes)
-    context_parallel.apply(model, plan, meshes)
     recompute.apply(model, policies)
+    context_parallel.apply(model, plan, meshes)
     model.to(device)
     return data_parallel.apply(model, plan, meshes)
 
