@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.balancing import BiasBalancing
 from executor.checkpoint import Checkpointer, stop_without_checkpoint
 from executor.data import Data
 from executor.mesh import Meshes
@@ -159,6 +160,7 @@ class Trainer:
         self.before_step = before_step
         self.params = [p for module in pipeline.modules for p in module.parameters()]
         self.moe = moe_layers(pipeline.modules)
+        self.balancing = BiasBalancing(pipeline.modules, plan.model)
         set_aux_scale(pipeline.modules, plan)
 
     def train(self, steps: int, first_step: int = 0) -> list[StepRecord]:
@@ -173,6 +175,8 @@ class Trainer:
         """
         records: list[StepRecord] = []
         saved = first_step
+        if self.plan.model.dropout and self.plan.train.dropout is not False:
+            self.log.say("note: the model trains without dropout, which the plan counts")
         with noticing_sigterm() as asked:
             for step in range(first_step, steps):
                 self.before_step(step)
@@ -209,15 +213,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.pipeline.step(tokens, labels)
         finish_gradients(self.pipeline.modules, self.plan, self.meshes)
-        totals = self.local_totals(loss, stop)
+        totals = torch.cat((self.local_totals(loss, stop), self.balancing.take_counts(self.device)))
         norm = clip_grad_norm(
             self.params, self.hyper.max_grad_norm, self.plan.layout.pp, beside=totals
         )
-        mean_loss, aux_loss, stops = totals.tolist()
+        mean_loss, aux_loss, stops = totals[:3].tolist()
         self.check_finite(step, mean_loss, float(norm))
         rate = learning_rate(step, self.hyper)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        self.balancing.update(totals[3:])
         step_time_s = self.now() - start_s
         rate_tokens = self.plan.train.global_batch_size * self.plan.train.seq_len / step_time_s
         expected = self.plan.prediction

@@ -172,6 +172,17 @@ def run_short_of_space(plan: Plan, steps: int, folder: str, at_step: int) -> Run
     return Run(first_step, trainer.train(steps, first_step), parameters(trainer), said)
 
 
+def correction_biases(plan: Plan, steps: int) -> dict[str, Any]:
+    """The biases that balance the experts of this rank's layers, after training."""
+    trainer = trainer_of(plan, [])
+    trainer.train(steps)
+    return {
+        global_name(name): value.numpy().copy()
+        for module in trainer.pipeline.modules
+        for name, value in module.named_buffers()
+    }
+
+
 def exported(plan: Plan, folder: str) -> dict[str, Any]:
     """Train a step, write the weights as Hugging Face does; this rank's parameters."""
     trainer = trainer_of(plan, [])
