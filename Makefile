@@ -51,3 +51,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.demo
 	$(BIN)/python tests/benchmarks/plans.py
+	$(BIN)/python tests/benchmarks/steps.py
+
+regret: $(VENV)/.demo
+	$(BIN)/python tests/benchmarks/regret.py --output reports/published/regret.json
