@@ -46,5 +46,13 @@ lint: $(VENV)/.dev
 	$(BIN)/python -m mypy
 
 bench: $(VENV)/.demo
+<<<<<<< HEAD
 	$(BIN)/python tests/benchmarks/rates.py; rates=$$?; \
 	$(BIN)/python tests/benchmarks/plans.py && exit $$rates
+=======
+	$(BIN)/python tests/benchmarks/plans.py
+	$(BIN)/python tests/benchmarks/steps.py
+
+regret: $(VENV)/.demo
+	$(BIN)/python tests/benchmarks/regret.py --output reports/published/regret.json
+>>>>>>> refs/heads/executor

@@ -28,7 +28,8 @@ class Details:
     """Constants of the forward pass; the defaults are those of Llama.
 
     `norm_topk_prob` rescales the chosen experts' weights to sum to 1, then multiplies them by
-    `routed_scaling_factor`. `aux_loss_coefficient` weighs the load-balancing loss of each layer.
+    `routed_scaling_factor`. `aux_loss_coefficient` weighs the load-balancing loss of each layer;
+    `bias_update_speed` is how far a correction bias moves in a step, where there is one.
     `initializer_range` is the standard deviation of fresh weights.
     """
 
@@ -39,6 +40,7 @@ class Details:
     router_score: str = "softmax"
     routed_scaling_factor: float = 1.0
     aux_loss_coefficient: float = 0.01
+    bias_update_speed: float = 0.001
     initializer_range: float = 0.02
 
 

@@ -22,6 +22,7 @@ from hwprofiles.profile import (
     Link,
 )
 from hwprofiles.tile_model import operand_bytes, wave_s
+from hwprofiles.units import to_si
 
 Floats = NDArray[np.float64]
 SOURCE = "calibrate"
@@ -30,10 +31,22 @@ PROLOGUES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ATTENTION_NAMES = ("flash_attn_2", "unfused")
 
 
-def measured_fact(old: Fact, value: float, written: float, unit: str, note: str) -> Fact:
+def measured_fact(old: Fact, written: float, unit: str, note: str) -> Fact:
+    """A fact with a measured value; its SI value is that of the number as written."""
     return replace(
-        old, value=value, written=written, unit=unit, kind="measured", source=SOURCE, note=note
+        old,
+        value=to_si(written, unit),
+        written=written,
+        unit=unit,
+        kind="measured",
+        source=SOURCE,
+        note=note,
     )
+
+
+def as_read(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Facts with float values, as a file gives them: an int would have another digest."""
+    return {name: replace(fact, value=float(fact.value)) for name, fact in facts.items()}
 
 
 def medians(rows: Sequence[Sequence[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
@@ -170,13 +183,13 @@ def link_of(base: Link, curves: Mapping[str, CollectiveCurve]) -> Link:
     latency = float(seconds[0])
     rate = float((curve.num_bytes[-1] - curve.num_bytes[0]) / max(seconds[-1] - seconds[0], 1e-9))
     facts = dict(base.facts)
-    facts["bandwidth"] = measured_fact(facts["bandwidth"], rate, rate / 1e9, "GB/s", "send_recv")
+    facts["bandwidth"] = measured_fact(facts["bandwidth"], rate / 1e9, "GB/s", "send_recv")
     facts["achieved_fraction"] = measured_fact(
-        facts["achieved_fraction"], 1.0, 1, "fraction", "the bandwidth is what was achieved"
+        facts["achieved_fraction"], 1, "fraction", "the bandwidth is what was achieved"
     )
     half = latency / 2
     for key in ("latency", "base_latency"):
-        facts[key] = measured_fact(facts[key], half, half * 1e6, "us", "half of a short send_recv")
+        facts[key] = measured_fact(facts[key], half * 1e6, "us", "half of a short send_recv")
     return build_link(base.name, facts)
 
 
@@ -186,7 +199,7 @@ def device_of(base: Device, ranks: Sequence[Mapping[str, Any]]) -> tuple[Device,
     launch = float(np.median([rank["launch"] for rank in ranks]))
     gemm = dict(base.gemm)
     rates, errors = {}, {}
-    facts = dict(base.facts)
+    facts = as_read(base.facts)
     for precision in ranks[0]["gemm"]:
         rows = medians([rank["gemm"][precision] for rank in ranks])
         curve, errors[precision] = fit_gemm(rows, precision, min(launch, floor), rate)
@@ -199,18 +212,17 @@ def device_of(base: Device, ranks: Sequence[Mapping[str, Any]]) -> tuple[Device,
         if key in facts:
             facts[key] = measured_fact(
                 facts[key],
-                curve.cap_flops_per_s,
                 curve.cap_flops_per_s / 1e9,
                 "GFLOP/s",
                 "best product measured",
             )
     for key in ("memory_bandwidth", "achieved_memory_bandwidth"):
-        facts[key] = measured_fact(facts[key], rate, rate / 1e9, "GB/s", "elementwise pass")
+        facts[key] = measured_fact(facts[key], rate / 1e9, "GB/s", "elementwise pass")
     facts["kernel_floor"] = measured_fact(
-        facts["kernel_floor"], floor, floor * 1e6, "us", "elementwise pass of 1024 elements"
+        facts["kernel_floor"], floor * 1e6, "us", "elementwise pass of 1024 elements"
     )
     facts["host_launch"] = measured_fact(
-        facts["host_launch"], launch, launch * 1e6, "us", "small operation with autograd"
+        facts["host_launch"], launch * 1e6, "us", "small operation with autograd"
     )
     attention = {**base.attention, **attention_curves(medians([r["attention"] for r in ranks]))}
     device = build_device(base.name, base.vendor, base.arch, facts, gemm, attention)
@@ -228,10 +240,10 @@ def cluster_of(
     """The cluster `base` with everything that was measured in place of what was assumed."""
     device, told = device_of(base.device, ranks)
     curves, collectives = collective_curves(ranks)
-    facts = dict(base.facts)
+    facts = as_read(base.facts)
     link = link_of(base.scale_up, curves)
     facts["pair_bandwidth"] = measured_fact(
-        facts["pair_bandwidth"], link.bytes_per_s, link.bytes_per_s / 1e9, "GB/s", "send_recv"
+        facts["pair_bandwidth"], link.bytes_per_s / 1e9, "GB/s", "send_recv"
     )
     cluster = build_cluster(
         base.name.replace(":", "-"),

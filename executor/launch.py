@@ -16,9 +16,10 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -270,10 +271,30 @@ def start(
         channels.append(here)
         processes.append(process)
     try:
-        return collect(channels, processes, time_limit_s)
+        with handing_on_sigterm(processes):
+            return collect(channels, processes, time_limit_s)
     finally:
         for process in processes:
             stop(process)
+
+
+@contextlib.contextmanager
+def handing_on_sigterm(processes: Sequence[Any]) -> Iterator[None]:
+    """Let SIGTERM reach the processes, which may save what they have, and not end this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears signals
+        return
+
+    def hand_on(*_: object) -> None:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+
+    before = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop(process: Any) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.launch import Place
-from executor.mesh import AXES, Meshes
+from executor.mesh import AXES, TIED, Meshes
 from planner.codec import decode, dumps, encode, read_json
 from planner.errors import InputError, PlanFileError
 from planner.files import write_whole
@@ -230,7 +230,7 @@ class CollectiveCounter(TorchDispatchMode):
 def axes_of_groups(meshes: Meshes) -> dict[str, tuple[str, ...]]:
     """Name of every process group of the meshes -> its axes, which share it where ranks agree."""
     found: dict[str, tuple[str, ...]] = {}
-    for axis in AXES:
+    for axis in (*AXES, TIED):
         group = meshes.group(axis)
         if group is not None:
             name = str(group.group_name)

@@ -21,6 +21,7 @@ from planner.layout import Layout
 from planner.plan import Plan
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+TIED = "tied"  # first and last stage of a pipeline, where both hold the embedding's weight
 AXES = ("pp", "dp", "cp", "tp", "replicate", "shard", "ep", "edp", "edp_replicate", "edp_shard")
 
 
@@ -175,6 +176,13 @@ def build_mesh(plan: Plan, device_type: str) -> Meshes:
         group = subgroup(layout, axis, plan.num_gpus)
         if group is not None:
             meshes.groups[axis] = group
+    if plan.model.tie_word_embeddings and layout.pp > 1:
+        per_stage = plan.num_gpus // layout.pp
+        for first in range(per_stage):
+            ends = [first, first + plan.num_gpus - per_stage]
+            group = dist.new_group(ends)
+            if dist.get_rank() in ends:
+                meshes.groups[TIED] = group
     return meshes
 
 

@@ -147,6 +147,8 @@ class Moe(nn.Module):
         sets it to the weight it gives to the sum of a sequence's token losses, times seq_len.
     sum_over_sequence
         Sums a tensor over the ranks that hold parts of the same sequences; None: there are none.
+    load
+        Tokens of each expert since it was last set to None, where a correction bias balances them.
     balanced
         Deal the tokens out in turns, whatever the router says: for dry runs, whose tensors have no
         values.
@@ -175,11 +177,16 @@ class Moe(nn.Module):
         self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
         self.aux_loss: Tensor | float = 0.0
         self.aux_scale = 0.0
+        self.load: Tensor | None = None
         self.balanced = False
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         probabilities, weights, chosen = self.route(flat)
+        if self.training and self.spec.aux_free_bias and not self.balanced:
+            # A recomputed layer counts twice, which the mean does too.
+            load = torch.bincount(chosen.flatten(), minlength=self.spec.num_experts)
+            self.load = load if self.load is None else self.load + load
         out = self.dispatch(self, flat, weights, chosen).view_as(x)
         if self.shared is not None:
             shared = self.shared(x)

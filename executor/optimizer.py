@@ -177,13 +177,16 @@ def sum_over_world(value: Tensor) -> Tensor:
 
 
 def by_copies(params: Iterable[Tensor], ranks: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Local gradients that hold anything, by how many of `ranks` ranks hold the same shard."""
+    """Local gradients that hold anything, by how many of `ranks` ranks hold the same shard.
+
+    A parameter that several stages hold says how many in `num_copies`.
+    """
     found: dict[tuple[int, torch.device], list[Tensor]] = {}
     for parameter in params:
         assert parameter.grad is not None
         grad = local(parameter.grad)
         if grad.numel():
-            copies = ranks // num_shards(parameter)
+            copies = ranks // num_shards(parameter) * getattr(parameter, "num_copies", 1)
             found.setdefault((copies, grad.device), []).append(grad)
     for (copies, _), grads in found.items():
         yield copies, grads

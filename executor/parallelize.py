@@ -1,13 +1,13 @@
 """Parallelize one chunk of the model: the one place that fixes the order of techniques.
 
-Tensor and expert parallelism cut parameters, context parallelism swaps the attention kernel,
-recompute wraps what these have changed, and data parallelism goes around all of it; the optimizer
-comes after.
+Tensor and expert parallelism cut parameters, recompute wraps layers or their attention kernels,
+context parallelism goes around the kernel, so that selective recompute sends nothing again, and
+data parallelism goes around all of it; the optimizer comes after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from executor.parallel import (
     tensor_parallel,
 )
 from executor.parallel.context_parallel import split_sequence
-from executor.parallel.data_parallel import finish_gradients
+from executor.parallel.pipeline_parallel import sum_tied
 from executor.transformer import IGNORED_LABEL, Transformer, loss_sum
 from planner.errors import LayoutError
 from planner.plan import Plan
@@ -49,8 +49,8 @@ def parallelize(
     policies = recompute_policies(plan)
     tensor_parallel.apply(model, plan, meshes, policies)
     expert_parallel.apply(model, plan, meshes)
-    context_parallel.apply(model, plan, meshes)
     recompute.apply(model, policies)
+    context_parallel.apply(model, plan, meshes)
     model.to(device)
     return data_parallel.apply(model, plan, meshes)
 
@@ -88,13 +88,19 @@ def check(plan: Plan) -> None:
             f"rank, {layout.tp} for tp={layout.tp}",
             values={"seq_len": rows, "cp": layout.cp, "tp": layout.tp},
         )
-    if plan.model.tie_word_embeddings and layout.pp > 1 and plan.schedule != "dualpipe":
+    if plan.model.tie_word_embeddings and layout.pp > 1 and plan.schedule == "dualpipe":
         raise LayoutError(
-            f"pp={layout.pp} does not run with tied embeddings: the embedding is on the first "
-            "stage and the head on the last; legal here: pp=1, or schedule=dualpipe",
-            values={"pp": layout.pp, "tie_word_embeddings": True},
-            legal={"pp": [1], "schedule": ["dualpipe"]},
+            "schedule=dualpipe does not run with tied embeddings: its first rank would hold the "
+            "shared weight twice, and a checkpoint once; legal here: schedule=1f1b",
+            values={"schedule": "dualpipe", "tie_word_embeddings": True},
+            legal={"schedule": ["1f1b", "gpipe", "interleaved", "zero-bubble"]},
         )
+
+
+def finish_gradients(modules: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    """Sum over ranks what is still in parts; once a step, after the last backward."""
+    data_parallel.finish_gradients(modules, plan, meshes)
+    sum_tied(modules, meshes)
 
 
 def token_weight(plan: Plan) -> float:

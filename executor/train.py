@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.balancing import BiasBalancing
 from executor.checkpoint import Checkpointer, stop_without_checkpoint
 from executor.data import Data
+from executor.launch import RunError
 from executor.mesh import Meshes
 from executor.moe import Moe
 from executor.optimizer import Hyperparameters, clip_grad_norm, learning_rate, set_learning_rate
 from executor.parallelize import finish_gradients, split_sequence, token_weight
+from executor.weights import global_name
 from planner.plan import Plan
 
 
@@ -158,7 +161,9 @@ class Trainer:
         self.peak_memory_bytes = peak_memory_bytes
         self.before_step = before_step
         self.params = [p for module in pipeline.modules for p in module.parameters()]
+        self.has_all_gradients = False  # looked at once
         self.moe = moe_layers(pipeline.modules)
+        self.balancing = BiasBalancing(pipeline.modules, plan.model)
         set_aux_scale(pipeline.modules, plan)
 
     def train(self, steps: int, first_step: int = 0) -> list[StepRecord]:
@@ -173,6 +178,8 @@ class Trainer:
         """
         records: list[StepRecord] = []
         saved = first_step
+        if self.plan.model.dropout and self.plan.train.dropout is not False:
+            self.log.say("note: the model trains without dropout, which the plan counts")
         with noticing_sigterm() as asked:
             for step in range(first_step, steps):
                 self.before_step(step)
@@ -209,15 +216,17 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.pipeline.step(tokens, labels)
         finish_gradients(self.pipeline.modules, self.plan, self.meshes)
-        totals = self.local_totals(loss, stop)
+        self.check_gradients(step)
+        totals = torch.cat((self.local_totals(loss, stop), self.balancing.take_counts(self.device)))
         norm = clip_grad_norm(
             self.params, self.hyper.max_grad_norm, self.plan.layout.pp, beside=totals
         )
-        mean_loss, aux_loss, stops = totals.tolist()
+        mean_loss, aux_loss, stops = totals[:3].tolist()
         self.check_finite(step, mean_loss, float(norm))
         rate = learning_rate(step, self.hyper)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        self.balancing.update(totals[3:])
         step_time_s = self.now() - start_s
         rate_tokens = self.plan.train.global_batch_size * self.plan.train.seq_len / step_time_s
         expected = self.plan.prediction
@@ -250,6 +259,25 @@ class Trainer:
         aux_share = aux / (batch * layout.cp * layout.tp)
         parts = [loss.detach() / layout.tp, aux_share, torch.tensor(float(stop))]
         return torch.stack([part.to(self.device, torch.float32) for part in parts])
+
+    def check_gradients(self, step: int) -> None:
+        """Stop where a parameter was left out, which torch does not tell: it would stay as it
+        is."""
+        if self.has_all_gradients:
+            return
+        missing = [
+            global_name(name)
+            for module in self.pipeline.modules
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if missing:
+            raise RunError(
+                f"step {step} gave no gradient to {len(missing)} parameters, the first of them "
+                f"{missing[0]}: under this layout they would not be trained",
+                values={"step": step, "parameters": missing[:10]},
+            )
+        self.has_all_gradients = True
 
     def check_finite(self, step: int, loss: float, norm: float) -> None:
         """Stop before the update where the numbers have gone; equal on all ranks."""

@@ -139,6 +139,13 @@ class Transformer(nn.Module):
         if model.positions == "rotary":
             rotary = RotaryTable(rotary_dim(model), max_seq_len, self.details)
         self.embedding = self.position_embedding = self.final_norm = self.head = None
+        if model.positions == "learned" and 0 < model.max_position_embeddings < max_seq_len:
+            raise ModelError(
+                f"{model.name} has {model.max_position_embeddings} learned positions, and its "
+                f"sequences have {max_seq_len} tokens",
+                values={"seq_len": max_seq_len},
+                legal={"seq_len": [model.max_position_embeddings]},
+            )
         if has_embedding:
             self.embedding = nn.Embedding(vocab, hidden, dtype=dtype)
             if model.positions == "learned":

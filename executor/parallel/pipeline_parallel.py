@@ -25,8 +25,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from executor.mesh import TIED
 from planner.errors import LayoutError
 from planner.plan import Plan
 from planner.results import Action
@@ -103,7 +105,11 @@ class ManyStages:
     """One of torch's pipeline schedules over this rank's stages."""
 
     def __init__(
-        self, schedule: Any, stages: list[Stage], num_microbatches: int, recorder: Recorder
+        self,
+        schedule: Any,
+        stages: list[Stage],
+        num_microbatches: int,
+        recorder: Recorder,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
@@ -259,7 +265,40 @@ def build_pipeline(
         )
         stage.recorder = recorder
         stages.append(stage)
-    return ManyStages(make_schedule(plan, stages, loss_fn), stages, plan.num_microbatches, recorder)
+    if plan.model.tie_word_embeddings:
+        for weight in tied_weights([stage.submod for stage in stages], meshes):
+            weight.num_copies = 2  # clipping counts its gradient once
+    schedule = make_schedule(plan, stages, loss_fn)
+    return ManyStages(schedule, stages, plan.num_microbatches, recorder)
+
+
+def tied_weights(modules: Sequence[nn.Module], meshes: Any) -> list[nn.Parameter]:
+    """The embedding's weight where a stage looks it up, or its copy where one multiplies by it.
+
+    Empty where one stage holds both, or the model has two weights.
+    """
+    if meshes.group(TIED) is None:
+        return []
+    ends = ("embedding.weight", "head.weight")
+    return [
+        parameter
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if name.endswith(ends) and not name.endswith("position_embedding.weight")
+    ]
+
+
+def sum_tied(modules: Sequence[nn.Module], meshes: Any) -> None:
+    """Give both copies of a tied weight the sum of both gradients; they begin and stay alike.
+
+    To be called once a step, when each is summed over its replicas.
+    """
+    for weight in tied_weights(modules, meshes):
+        grad = weight.grad
+        assert grad is not None
+        dist.all_reduce(
+            grad.to_local() if isinstance(grad, DTensor) else grad, group=meshes.group(TIED)
+        )
 
 
 def boundary_tensors(plan: Plan, *, first: bool) -> dict[str, Tensor]:

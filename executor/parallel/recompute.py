@@ -1,6 +1,7 @@
 """Recompute: a layer, or its attention kernel alone, runs again in backward.
 
 ``full`` keeps a layer's input, ``selective`` all but what the attention kernel saves, ``none`` all.
+Ring attention takes the kernel's place and never keeps scores, so ``selective`` adds nothing to it.
 
 References: Chen2016; Korthikanti2022 section 5.
 """

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -56,8 +57,12 @@ def plan_of(layout: str, gpus: int) -> Plan:
     ).plan
 
 
-def fresh(plan: Plan) -> Transformer:
-    model = Transformer(plan.model, max_seq_len=plan.train.seq_len)
+def fresh(plan: Plan, *chunk: Any) -> Transformer:
+    """The model, or the chunk of it that a pipeline asks for."""
+    names = ("layers", "has_embedding", "has_head")
+    model = Transformer(
+        plan.model, max_seq_len=plan.train.seq_len, **dict(zip(names, chunk, strict=False))
+    )
     model.init_weights(0)
     return model
 
@@ -80,7 +85,7 @@ def ours(plan: Plan) -> Callable[[], float]:
     pipeline = build_pipeline(
         plan,
         meshes,
-        lambda *chunk: parallelize(fresh(plan), plan, meshes, "cpu"),
+        lambda *chunk: parallelize(fresh(plan, *chunk), plan, meshes, "cpu"),
         loss_function(plan, meshes),
     )
     params = [p for module in pipeline.modules for p in module.parameters()]

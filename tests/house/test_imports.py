@@ -15,8 +15,8 @@ MAY_IMPORT = {
     "executor": {"hwprofiles", "planner", "executor"},
 }
 # The executor takes the vocabulary, the forms of files and the names in traces, and never a cost.
-WORDS = ("specs", "layout", "results", "plan", "errors", "mesh", "stages", "codec", "files", "trace")
-VOCABULARY = {f"planner.{name}" for name in (*WORDS, "version")}
+WORDS = "specs layout results plan errors mesh stages codec files trace version"
+VOCABULARY = {f"planner.{name}" for name in WORDS.split()}
 # Slow to import, or absent without an extra: inside functions only.
 LATE = {"pandas", "networkx", "matplotlib", "jinja2", "rich", "scipy"}
 

@@ -172,6 +172,31 @@ def run_short_of_space(plan: Plan, steps: int, folder: str, at_step: int) -> Run
     return Run(first_step, trainer.train(steps, first_step), parameters(trainer), said)
 
 
+def run_leaving_out(plan: Plan, left_out: str) -> str:
+    """What a run says whose backward passes by some parameters."""
+    trainer = trainer_of(plan, [])
+    (module,) = trainer.pipeline.modules
+    for name, parameter in module.named_parameters():
+        if left_out in name:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    try:
+        trainer.train(2)
+    except RunError as error:
+        return error.message
+    return ""
+
+
+def correction_biases(plan: Plan, steps: int) -> dict[str, Any]:
+    """The biases that balance the experts of this rank's layers, after training."""
+    trainer = trainer_of(plan, [])
+    trainer.train(steps)
+    return {
+        global_name(name): value.numpy().copy()
+        for module in trainer.pipeline.modules
+        for name, value in module.named_buffers()
+    }
+
+
 def exported(plan: Plan, folder: str) -> dict[str, Any]:
     """Train a step, write the weights as Hugging Face does; this rank's parameters."""
     trainer = trainer_of(plan, [])

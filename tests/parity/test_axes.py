@@ -26,6 +26,8 @@ DENSE = [
     (4, "cp=4"),
     (2, "cp=2 cp_kind=ulysses"),
     (4, "cp=4 cp_kind=ulysses"),
+    (2, "cp=2 recompute=full"),
+    (2, "cp=2 cp_kind=ulysses recompute=selective"),
     (2, "pp=2 schedule=gpipe"),
     (2, "pp=2 schedule=gpipe micro_batch=4"),
     (2, "pp=2 schedule=1f1b"),

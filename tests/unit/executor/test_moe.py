@@ -9,9 +9,11 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from executor.balancing import BiasBalancing  # noqa: E402
 from executor.details import Details  # noqa: E402
 from executor.moe import Moe  # noqa: E402
-from planner.specs import MoeSpec  # noqa: E402
+from executor.transformer import Transformer  # noqa: E402
+from planner.specs import AttentionSpec, LayerSpec, ModelSpec, MoeSpec  # noqa: E402
 
 SPEC = MoeSpec(6, 2, 16)
 
@@ -164,3 +166,28 @@ def test_grouped_products_are_those_one_by_one(gated: bool) -> None:
         results.append([out, rows.grad, *(p.grad.clone() for p in experts.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_bias_makes_a_crowded_expert_harder_to_choose() -> None:
+    spec = replace(SPEC, aux_free_bias=True)
+    kinds = (LayerSpec(AttentionSpec(4, 4, 8), moe=spec),)
+    model = ModelSpec("tiny", 32, 50, kinds, (0,))
+    module = Transformer(model, max_seq_len=16)
+    module.init_weights(0)
+    moe = module.moe_layers()[0]
+    moe.details = Details(router_score="sigmoid", bias_update_speed=0.05)
+    # All tokens would go to experts 0 and 1.
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.correction_bias[:2] = 0.3
+    balancing = BiasBalancing([module], model)
+    tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    module(tokens)
+    counts = balancing.take_counts(torch.device("cpu"))
+    assert counts.tolist() == [32, 32, 0, 0, 0, 0]
+    assert balancing.take_counts(torch.device("cpu")).sum() == 0
+    for _ in range(4):
+        balancing.update(counts)
+    torch.testing.assert_close(moe.correction_bias, torch.tensor([0.1, 0.1, 0.2, 0.2, 0.2, 0.2]))
+    module(tokens)
+    assert balancing.take_counts(torch.device("cpu"))[:2].sum() == 0

@@ -16,7 +16,7 @@ from planner import api  # noqa: E402
 from planner.plan import Plan  # noqa: E402
 from planner.specs import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec  # noqa: E402
 from tests.parity.ranks import run_ranks  # noqa: E402
-from tests.parity.running import run  # noqa: E402
+from tests.parity.running import run, run_leaving_out  # noqa: E402
 
 ATTENTION = AttentionSpec(4, 2, 16)
 DENSE = ModelSpec("tiny", 64, 256, (LayerSpec(ATTENTION, mlp=MlpSpec(128)),), (0, 0))
@@ -60,6 +60,14 @@ def test_bf16_learns_as_well(tmp_path: Path) -> None:
     plan = plan_of(DENSE, precision="bf16")
     (found,) = run_ranks(learning(tmp_path), 1, plan, 40)
     assert found.losses[-1] < 2.0
+
+
+def test_a_parameter_without_a_gradient_stops_the_run() -> None:
+    (message,) = run_ranks(run_leaving_out, 1, plan_of(DENSE), "1.mlp.down")
+    assert message.startswith("step 0 gave no gradient to 1 parameters")
+    assert "layers.1.mlp.down.weight" in message
+    (message,) = run_ranks(run_leaving_out, 1, plan_of(DENSE), "nothing")
+    assert message == ""
 
 
 RECORD = StepRecord(4, 2.5, 0.0, 1.25, 3e-4, 0.5, 8192.0, 0.412, 2.0**31)
