@@ -46,13 +46,9 @@ lint: $(VENV)/.dev
 	$(BIN)/python -m mypy
 
 bench: $(VENV)/.demo
-<<<<<<< HEAD
 	$(BIN)/python tests/benchmarks/rates.py; rates=$$?; \
-	$(BIN)/python tests/benchmarks/plans.py && exit $$rates
-=======
-	$(BIN)/python tests/benchmarks/plans.py
-	$(BIN)/python tests/benchmarks/steps.py
+	$(BIN)/python tests/benchmarks/plans.py; plans=$$?; \
+	$(BIN)/python tests/benchmarks/steps.py && exit $$((rates + plans))
 
 regret: $(VENV)/.demo
 	$(BIN)/python tests/benchmarks/regret.py --output reports/published/regret.json
->>>>>>> refs/heads/executor
