@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hwprofiles.profile import Cluster
+from planner.errors import InputError
 from planner.estimate import (
     COMMUNICATION,
     FITS_FRACTION,
@@ -89,6 +90,14 @@ def plan(
         **more,
     )
     fixed, bounded = dict(fix or {}), dict(max_degree or {})
+    for name in sorted(fixed.keys() & bounded.keys()):
+        if fixed[name] > bounded[name]:
+            raise InputError(
+                f"{name} is fixed at {fixed[name]} and bounded by {bounded[name]}: one of the two "
+                "must go",
+                values={"fix": {name: fixed[name]}, "max_degree": {name: bounded[name]}},
+                legal={name: [bounded[name]]},
+            )
     if fixed:
         check_fixed(
             fixed, setting.model, setting.train, setting.cluster, setting.num_gpus, setting.runtime

@@ -23,7 +23,7 @@ def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[d
     for degree in WHY_NOT:
         chosen = int(getattr(best.layout, degree))
         choices = sorted(set(values.get(degree, ())))
-        if degree == "dp":
+        if degree == "dp" and not choices:
             num_gpus = provider.setting.num_gpus
             choices = [d for d in range(1, num_gpus + 1) if num_gpus % d == 0]
         if degree in provider.fixed:

@@ -125,8 +125,11 @@ class BestFirst:
             if costs.host is not None:
                 share = host_share(costs, self.order, np.asarray(layouts.pp))
                 fits &= share <= 1 + 2 * SLACK
-            good = np.flatnonzero(fits & (bound.time_s < limit))
-            self._tally(built=int(fits.size), fits=int(fits.sum()))
+            legal = np.ones(fits.shape, dtype=bool)
+            if self.table.refused:  # some rows are not legal: they are not to be counted
+                legal = self.provider.legal(layouts)
+            good = np.flatnonzero(fits & legal & (bound.time_s < limit))
+            self._tally(built=int(legal.sum()), fits=int((fits & legal).sum()))
             parts.append((cell[part][good], local[part][good], bound.time_s[good]))
         self._row_s += time.perf_counter() - begin
         cell, local, value = (np.concatenate(column) for column in zip(*parts, strict=True))
