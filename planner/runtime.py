@@ -47,6 +47,9 @@ class Runtime:
         Ulysses may use more ranks than key-value heads (one must divide the other).
     ring_window
         Ring attention works with sliding-window layers.
+    pads_products
+        Operands whose widths are no multiple of 16 bytes are padded before a product, as compiled
+        PyTorch does (inductor's `shape_padding`); eager PyTorch does not.
     microbatches_at_least_pp
         Schedules that refuse fewer micro-batches than pipeline stages.
     split_backward_zero
@@ -194,6 +197,7 @@ class Runtime:
     step_bytes_owned: float
     ulysses_kv_replication: bool = False
     ring_window: bool = False
+    pads_products: bool = False
     microbatches_at_least_pp: tuple[str, ...] = ()
     split_backward_zero: tuple[int, ...] = (0, 1, 2, 3)
     blocking_launch_factor: float = 0.0

@@ -68,6 +68,7 @@ _FLAGS = (
     "zero3_pp_keeps_stage",
     "ulysses_kv_replication",
     "ring_window",
+    "pads_products",
 )
 _REDUCE_OPS = ("all_reduce", "reduce_scatter")
 _OFFERS = {*_WORDS, *_STAGES, *_FLAGS, "reduce_op"}
