@@ -212,8 +212,8 @@ def dense_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) 
         + costs.backward_s.get("mlp_gemm", 0.0),
     }
     core = {
-        "forward": costs.forward_s["attention_core"],
-        "backward": costs.backward_s["attention_core"],
+        "forward": costs.forward_s.get("attention_core", 0.0),
+        "backward": costs.backward_s.get("attention_core", 0.0),
     }
     tp_ops = tensor_parallel.comm_ops(
         model,
