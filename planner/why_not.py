@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from planner.estimate import estimate_stages
@@ -9,8 +10,8 @@ from planner.explain import why_not_row
 from planner.halves import in_halves
 from planner.provider import ModelProvider
 from planner.results import Estimate
-from planner.search.found import Solved
-from planner.search.search import best_with
+from planner.search.each import best_each
+from planner.search.found import Found, Solved
 from planner.words import gib
 
 WHY_NOT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "zero")
@@ -30,14 +31,21 @@ def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[d
             continue
         wanted += [(degree, v, "lower") for v in choices if v < chosen][-1:]
         wanted += [(degree, v, "higher") for v in choices if v > chosen][:1]
-    return in_halves(lambda one: why_not_one(provider, best, own, *one), wanted)
+    return in_halves(lambda some: rows_of(provider, own, some), wanted)
 
 
-def why_not_one(
-    provider: ModelProvider, best: Solved, own: Estimate, degree: str, value: int, direction: str
+def rows_of(
+    provider: ModelProvider, own: Estimate, wanted: Sequence[tuple[str, int, str]]
+) -> list[dict[str, Any]]:
+    """Rows of some (degree, value, direction)."""
+    found = best_each(provider, [(degree, value) for degree, value, _ in wanted])
+    return [row_of(provider, own, *one, each) for one, each in zip(wanted, found, strict=True)]
+
+
+def row_of(
+    provider: ModelProvider, own: Estimate, degree: str, value: int, direction: str, found: Found
 ) -> dict[str, Any]:
     """The best layout with one degree at another value, and the largest term of the difference."""
-    found = best_with(provider, {degree: value})
     if found.best is not None:
         other = estimate_stages(
             found.best.layout, found.best.stages, provider.setting, bounds=False

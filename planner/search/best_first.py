@@ -113,6 +113,15 @@ class BestFirst:
         )
         return costs, row_bound(costs, self.order, pp, np.asarray(layouts.vpp), in_flight)
 
+    def floors(self, layouts: Layout, cell: Index) -> tuple[RowBound, Mask]:
+        """Bound of rows, and whether their memory floors are within capacity."""
+        costs, bound = self._costs(layouts, cell)
+        fits = bound.floor_bytes <= costs.capacity_bytes * (1 + 2 * SLACK)
+        if costs.host is not None:
+            share = host_share(costs, self.order, np.asarray(layouts.pp))
+            fits &= share <= 1 + 2 * SLACK
+        return bound, fits
+
     def expand_rows(self, cells: Index, limit: float) -> tuple[Index, Index, Array]:
         """Rows of cells that pass the row bound: cell, local index, bound [s]."""
         begin = time.perf_counter()
@@ -121,11 +130,7 @@ class BestFirst:
         for start in range(0, cell.size, CHUNK):
             part = slice(start, start + CHUNK)
             layouts = rows(self.table, cell[part], local[part])
-            costs, bound = self._costs(layouts, cell[part])
-            fits = bound.floor_bytes <= costs.capacity_bytes * (1 + 2 * SLACK)
-            if costs.host is not None:
-                share = host_share(costs, self.order, np.asarray(layouts.pp))
-                fits &= share <= 1 + 2 * SLACK
+            bound, fits = self.floors(layouts, cell[part])
             legal = np.ones(fits.shape, dtype=bool)
             if self.table.refused:  # some rows are not legal: they are not to be counted
                 legal = self.provider.legal(layouts)
