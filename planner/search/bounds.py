@@ -153,7 +153,8 @@ def window(
         one = np.zeros(rows.size, dtype=np.int64)
         rows = _ranges(table, (bare,), rows, one, most_s, main).row
         table, most_s, allowed = table.take(rows), most_s[rows], allowed[rows]
-    part = _ranges(table, found, *np.nonzero(allowed), most_s, main)
+    row, number = np.nonzero(allowed)
+    part = _ranges(table, found, row, number, most_s, main)
     return Window(rows[part.row], part.pattern, part.lo, part.hi)
 
 

@@ -134,7 +134,8 @@ class Each:
             if chosen.any():
                 self.solve(pool.take(chosen))
                 pool = pool.take(~chosen)
-                pool = pool.take((pool.has & (pool.value[:, None] < self.limit_s)).any(axis=1))
+                worth = (pool.has & (pool.value[:, None] < self.limit_s)).any(axis=1)
+                pool = pool.take(np.flatnonzero(worth))
                 batch = min(2 * batch, MOST_BATCH)
         return [self.found(best) for best in self.best]
 

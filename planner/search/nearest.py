@@ -19,6 +19,7 @@ from planner.search.positions import PositionColumns, Positions, positions
 from planner.search.provider import CostProvider
 
 Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 _CHUNK = 50_000
 _BATCH = 64
 TIE = 1e-9  # relative: rows closer than this miss capacity alike
@@ -72,7 +73,8 @@ def nearest_row(provider: CostProvider, table: Candidates, order: LayerOrder) ->
         costs = provider.stage_costs(layouts, cell)
         own = row_bound(costs, order, own_pp, np.asarray(layouts.vpp), low).floor_bytes
         own = np.maximum(own / costs.capacity_bytes, host_share(costs, order, own_pp))
-        ranked = np.argsort(own, kind="stable")
+        ranked = np.flatnonzero(_has_split(provider, layouts, order))
+        ranked = ranked[np.argsort(own[ranked], kind="stable")]
         for start in range(0, ranked.size, _BATCH):
             part = ranked[start : start + _BATCH]
             if best is not None and own[part[0]] >= best[0]:
@@ -243,6 +245,20 @@ def _split_columns(
     return result
 
 
+def _has_split(provider: CostProvider, layouts: Layout, order: LayerOrder) -> Mask:
+    """Which rows have any way to fall on their ranks, whatever the memory."""
+    pp, vpp = np.asarray(layouts.pp), np.asarray(layouts.vpp)
+    v_shape = (provider.head_stage(layouts) == 0) & (pp > 1)
+    shapes, index = np.unique(np.stack([pp, vpp, v_shape], axis=1), axis=0, return_inverse=True)
+    found = [
+        p <= order.num_layers
+        if order.form == "any" and v == 1
+        else bool(patterns(order, p, v, bool(turns)))
+        for p, v, turns in shapes.tolist()
+    ]
+    return np.array(found, dtype=bool)[index.reshape(-1)]
+
+
 def _stage_floor(
     provider: CostProvider, layouts: Layout, costs: StageCosts, order: LayerOrder
 ) -> Array:
@@ -270,7 +286,8 @@ def _stage_floor(
             taken = np.floor((cap[:, None] - given) / each)
         enough = np.where(inside, taken, 0.0).sum(axis=1) >= order.num_layers
         low, high = np.where(enough, low, cap), np.where(enough, cap, high)
-    return low / costs.capacity_bytes
+    share: Array = low / costs.capacity_bytes
+    return share
 
 
 def _explain(
