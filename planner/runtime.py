@@ -61,6 +61,10 @@ class Runtime:
     weight_bytes, grad_bytes, master_bytes
         Compute copy, accumulated gradient, fp32 master copy in mixed precision (0: the weights
         themselves are the master). Optimizer moments come from the optimizer.
+    passing_grad_bytes
+        Gradient that a micro-batch leaves beside the accumulated one until it is added and freed:
+        it takes the place of the layer's activations, so the larger of the two counts. With more
+        than one micro-batch in flight this is an upper bound.
     step_grad_bytes
         Extra copy of owned gradients while the optimizer steps.
     weight_shard_is_master
@@ -159,6 +163,7 @@ class Runtime:
     weight_bytes: float
     grad_bytes: float
     master_bytes: float
+    passing_grad_bytes: float
     step_grad_bytes: float
     weight_shard_is_master: bool
     fp8_weight_copy_bytes: float

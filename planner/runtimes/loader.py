@@ -77,6 +77,7 @@ _MEMORY = (
     "weight_bytes",
     "grad_bytes",
     "master_bytes",
+    "passing_grad_bytes",
     "step_grad_bytes",
     "fp8_weight_copy_bytes",
     "fsdp_forward_units",
