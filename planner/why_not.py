@@ -7,20 +7,20 @@ from typing import Any
 
 from planner.estimate import estimate_stages
 from planner.explain import why_not_row
-from planner.halves import in_halves
 from planner.provider import ModelProvider
 from planner.results import Estimate
 from planner.search.each import best_each
 from planner.search.found import Found, Solved
 from planner.words import gib
 
+Neighbour = tuple[str, int, str]  # degree, value, lower or higher
 WHY_NOT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "zero")
 
 
-def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[dict[str, Any]]:
-    """For each degree, the best layout with its next lower and next higher value."""
+def neighbours_of(provider: ModelProvider, best: Solved) -> list[Neighbour]:
+    """For each degree its next lower and next higher value, where there is one."""
     values = provider.space().values
-    wanted = []
+    wanted: list[Neighbour] = []
     for degree in WHY_NOT:
         chosen = int(getattr(best.layout, degree))
         choices = sorted(set(values.get(degree, ())))
@@ -31,13 +31,13 @@ def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[d
             continue
         wanted += [(degree, v, "lower") for v in choices if v < chosen][-1:]
         wanted += [(degree, v, "higher") for v in choices if v > chosen][:1]
-    return in_halves(lambda some: rows_of(provider, own, some), wanted)
+    return wanted
 
 
-def rows_of(
-    provider: ModelProvider, own: Estimate, wanted: Sequence[tuple[str, int, str]]
+def why_not_rows(
+    provider: ModelProvider, own: Estimate, wanted: Sequence[Neighbour]
 ) -> list[dict[str, Any]]:
-    """Rows of some (degree, value, direction)."""
+    """For each neighbour, the best layout that has it; `own` is the estimate of the best of all."""
     found = best_each(provider, [(degree, value) for degree, value, _ in wanted])
     return [row_of(provider, own, *one, each) for one, each in zip(wanted, found, strict=True)]
 

@@ -340,7 +340,7 @@ def _blocks(widths: Index, num_stages: int) -> list[Index]:
     order = np.argsort(widths, kind="stable")
     classes = np.ceil(np.log2(widths[order])).astype(np.int64)
     blocks = []
-    for value in np.unique(classes):
+    for value in sorted(set(classes.tolist())):
         same = order[classes == value]
         size = max(1, BLOCK // (num_stages * int(widths[same].max())))
         blocks += [same[i : i + size] for i in range(0, same.size, size)]

@@ -69,6 +69,8 @@ def best_each(provider: CostProvider, held: Sequence[Held]) -> list[Found]:
     whole space. Values that leave nothing, or that open options which the whole space leaves out,
     are searched by themselves.
     """
+    if not held:
+        return []
     table = candidates(provider)
     together = [one for one in held if shares_space(table, *one)]
     best = dict(zip(together, Each(provider, table, together).run(), strict=True))
