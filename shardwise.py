@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (0 done, 2 refused, 3 does not fit)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         code = run(given)
         sys.stdout.flush()
@@ -94,6 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has gone, as `head` does; point stdout away so that closing it stays quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"shardwise: cannot write the answer: {error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -54,6 +54,9 @@ _HOPPER_W = {
 _SXM_W, _SXM_SMS, _SXM_PEAK = 700.0, 132, 989e12
 # FlashAttention-3 reaches this on H20 (fa3_h20), so its GEMM ceiling is no lower.
 _H20_FLOPS_PER_S = 129e12
+# cuBLAS runs the same old kernel on all of these. The rate is that of an H200, by SMs; an RTX 4090
+# of higher clock reaches 107 to 116 TFLOP/s (pytorch/pytorch#181718) where this gives 94.
+_UNALIGNED_ARCHS = ("ampere", "ada", "hopper", "blackwell")
 # Precisions whose curve is read from another one: same tensor-core rate, or nothing better known.
 _SHAPE_OF = {"fp16": "bf16", "tf32": "bf16", "fp32": "bf16"}
 _FAMILY = {"nvlink3": "a100", "nvlink4": "h100", "nvlink5": "b200", "xgmi": "mi355x"}
@@ -81,6 +84,13 @@ def _gemm_reference(device_name: str, arch: str) -> str | None:
     if device_name.startswith("gb") and arch == "blackwell":
         return "gb200"
     return _GEMM_REFERENCE.get(arch)
+
+
+def _unaligned_flops_per_s(precision: str, num_sms: int, arch: str) -> float:
+    """Rate of unaligned 16-bit products by the number of SMs; 0 where no such kernel is known."""
+    if precision not in ("bf16", "fp16") or arch not in _UNALIGNED_ARCHS:
+        return 0.0
+    return num_sms * float(_document("gemm.json")["unaligned"]["flops_per_s_per_sm"])
 
 
 def load_gemm_curves(
@@ -150,6 +160,7 @@ def load_gemm_curves(
             residual_p90=float(shape["residual_p90"]),
             note="" if measured else f"from {reference} by ratio of peaks{note_shape}",
             sustained_fraction=sustained,
+            unaligned_flops_per_s=_unaligned_flops_per_s(precision, num_sms, arch),
         )
     return curves
 

@@ -181,6 +181,7 @@ def _scaled_gemm(curve: GemmCurve, ratio: float, sms: float) -> GemmCurve:
         tile_flops_per_s=curve.tile_flops_per_s * ratio,
         cap_flops_per_s=curve.cap_flops_per_s * ratio,
         num_sms=max(1, round(curve.num_sms * sms)),
+        unaligned_flops_per_s=curve.unaligned_flops_per_s * sms,
         kind="derived",
         note=_note(curve.note, ratio),
     )

@@ -54,6 +54,8 @@ class GemmCurve:
     residual_p90: float = 0.0
     note: str = ""
     sustained_fraction: float = 1.0  # of the rate of short runs that is left at the power limit
+    # Rate where a row of an operand or of the result is no multiple of 16 bytes; 0: no such limit.
+    unaligned_flops_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

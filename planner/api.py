@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hwprofiles.profile import Cluster
+from planner.errors import InputError
 from planner.estimate import (
     COMMUNICATION,
     FITS_FRACTION,
@@ -17,6 +18,7 @@ from planner.estimate import (
 )
 from planner.explain import memory_warnings, unverified_facts
 from planner.forms import layout_document
+from planner.halves import in_halves
 from planner.infeasible import PLACES, nothing_fits
 from planner.layout import RECOMPUTE, Layout, StageLayout
 from planner.layout_text import parse_request
@@ -31,7 +33,7 @@ from planner.search.search import search
 from planner.setting import Setting
 from planner.specs import ModelSpec
 from planner.timeline import simulated, timeline_of
-from planner.why_not import why_not_rows
+from planner.why_not import Neighbour, neighbours_of, why_not_rows
 from planner.words import gib
 
 Progress = Callable[[float, str], None]
@@ -89,6 +91,14 @@ def plan(
         **more,
     )
     fixed, bounded = dict(fix or {}), dict(max_degree or {})
+    for name in sorted(fixed.keys() & bounded.keys()):
+        if fixed[name] > bounded[name]:
+            raise InputError(
+                f"{name} is fixed at {fixed[name]} and bounded by {bounded[name]}: one of the two "
+                "must go",
+                values={"fix": {name: fixed[name]}, "max_degree": {name: bounded[name]}},
+                legal={name: [bounded[name]]},
+            )
     if fixed:
         check_fixed(
             fixed, setting.model, setting.train, setting.cluster, setting.num_gpus, setting.runtime
@@ -107,10 +117,21 @@ def plan(
     estimate_ = estimate_stages(best.layout, best.stages, setting)
     answer = Answer(request=request_of(setting))
     answer.update(document(best.layout, best.stages, estimate_, setting))
-    answer["alternatives"] = [
-        alternative(solved, best.time_s, setting) for solved in found.near[1 : top + 1]
-    ]
-    answer["why_not"] = why_not_rows(provider, best, estimate_) if why_not else []
+    others = found.near[1 : top + 1]
+    asked = neighbours_of(provider, best) if why_not else []
+
+    def explain(some: Sequence[Solved | Neighbour]) -> list[dict[str, Any]]:
+        held = [one for one in some if not isinstance(one, Solved)]
+        rows = iter(why_not_rows(provider, estimate_, held))
+        return [
+            alternative(one, best.time_s, setting) if isinstance(one, Solved) else next(rows)
+            for one in some
+        ]
+
+    tasks: list[Solved | Neighbour] = [*others, *asked]
+    explained = in_halves(explain, tasks)
+    answer["alternatives"] = explained[: len(others)]
+    answer["why_not"] = explained[len(others) :]
     answer["warnings"] = layout_warnings(best, setting) + warnings_of(estimate_, setting)
     answer["search"] = certificate_of(found)
     answer.plan = make_plan(

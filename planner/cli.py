@@ -88,6 +88,7 @@ def plan(
         )
     from planner import api
 
+    check_targets(output)
     with progress_on_terminal() as progress:
         answer = api.plan(
             model,
@@ -148,6 +149,7 @@ def estimate(
     )
     from planner import api
 
+    check_targets(trace, plot)
     answer = api.estimate(
         model,
         cluster=cluster,
@@ -165,6 +167,15 @@ def estimate(
         qlora=qlora,
     )
     write_answer(answer, as_json=as_json)
+
+
+def check_targets(*paths: Path | None) -> None:
+    """Refuse files that cannot be written before the search, not after it."""
+    from planner.files import check_target
+
+    for path in paths:
+        if path is not None:
+            check_target(path)
 
 
 def write_answer(document: Mapping[str, Any], *, as_json: bool) -> None:

@@ -9,18 +9,27 @@ from pathlib import Path
 from planner.errors import InputError
 
 
-def write_whole(path: str | Path, content: str | bytes) -> None:
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write `content` to `path` through a temporary file beside it and a rename.
+
+    Links are followed. What is no regular file, as a pipe or /dev/stdout, is written to directly: a
+    rename would put a file in its place.
 
     Raises
     ------
     InputError
         The folder does not exist or cannot be written.
     """
+    check_target(path)
     target = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = ""
     try:
+        if target.exists() and not target.is_file():
+            with target.open("wb") as file:
+                file.write(data)
+            return
+        target = target.resolve()
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -38,6 +47,18 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
         raise
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that no file can be written to, before any work is done for it."""
+    target = Path(path)
+    why = ""
+    if not os.fspath(path) or target.is_dir():
+        why = "Is a directory"
+    elif not target.parent.is_dir():
+        why = f"{target.parent} is no folder"
+    if why:
+        raise InputError(f"cannot write {target}: {why}", values={"path": str(target)})
 
 
 def current_umask() -> int:

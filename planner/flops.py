@@ -263,7 +263,8 @@ def layer_operations(
     ops.append(residual("mlp_residual", h, x, kept=False))
     if x.kept_extra["gathered"]:
         blocks = 1 if kind.parallel else 2
-        kept = x.kept_extra["gathered"] * blocks * h * x.tokens * (np.asarray(x.tp) > 1)
+        # In place of each rank's part, which the norm does not need.
+        kept = x.kept_extra["gathered"] * blocks * h * x.tokens * (1.0 - 1.0 / np.asarray(x.tp))
         ops.append(Operation("gathered_inputs", "memory_bound", kept_bytes=kept))
     return ops
 

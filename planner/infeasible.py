@@ -43,10 +43,16 @@ def nothing_fits(
     most = most_gpus(setting)
     enough = (
         f"the least number of GPUs of {setting.cluster.name} on which it fits is {least.num_gpus}"
+        if least.num_gpus and least.proven
+        else f"it fits on {least.num_gpus} GPUs of {setting.cluster.name}, the least of the "
+        f"{least.tried} numbers tried"
         if least.num_gpus
         else f"{setting.cluster.name} has no more GPUs than that"
         if setting.num_gpus >= most
         else f"no number of GPUs of {setting.cluster.name} up to {most:,} is enough"
+        if least.proven
+        else f"of {setting.cluster.name} none of the {least.tried} numbers of GPUs tried, up to "
+        f"{most:,}, is enough"
     )
     values: dict[str, Any] = {
         "gpus": setting.num_gpus,

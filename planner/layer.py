@@ -212,8 +212,8 @@ def dense_part(kind: LayerSpec, layout: Layout, setting: Setting, frozen: bool) 
         + costs.backward_s.get("mlp_gemm", 0.0),
     }
     core = {
-        "forward": costs.forward_s["attention_core"],
-        "backward": costs.backward_s["attention_core"],
+        "forward": costs.forward_s.get("attention_core", 0.0),
+        "backward": costs.backward_s.get("attention_core", 0.0),
     }
     tp_ops = tensor_parallel.comm_ops(
         model,
@@ -369,6 +369,11 @@ def layer_costs(kind: LayerSpec, layout: Layout, setting: Setting) -> LayerCosts
     compute = costs.forward_total_s
     add_host(costs, kind, layout, setting)
     costs.working_bytes = [work + costs.gradient_bytes for work in costs.working_bytes]
+    if setting.runtime.passing_grad_bytes:
+        params = layer_parameters(setting.model, kind)
+        held = params.dense_per_rank(layout.tp) + params.expert_per_rank(layout.ep, layout.etp)
+        passing = setting.runtime.passing_grad_bytes * held
+        costs.kept_bytes = [np.maximum(kept, passing) for kept in costs.kept_bytes]
     link = setting.host_link_bytes_per_s
     whole = costs.kept_bytes[0]
     backward = costs.backward_total_s

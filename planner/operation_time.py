@@ -10,6 +10,7 @@ from planner.operations import AttentionCall, Operation
 from planner.roofline import attention_s, gemm_curve, gemm_s, memory_bound_s
 from planner.setting import Setting
 
+WIDTH_MULTIPLE = 8  # elements of 2 bytes in the 16 that one load of a fast product takes
 UNFUSED_RATE = 0.6  # of the sustained GEMM rate, in products of short k
 
 
@@ -34,7 +35,9 @@ def unfused_products_s(call: AttentionCall, setting: Setting) -> Any:
 def operation_s(op: Operation, setting: Setting) -> tuple[Any, Any, Any]:
     """Seconds of an operation: forward, backward for its input, backward for its weight.
 
-    C[m, n] = A[m, k] B[k, n]; input gradient [m, k] over n, weight gradient [k, n] over m.
+    C[m, n] = A[m, k] B[k, n]; input gradient [m, k] over n, weight gradient [k, n] over m. Rows of
+    all four matrices are n or k long: a width that is no multiple of 8 leaves all three products
+    without 16-byte loads, unless the runtime pads them.
     """
     device = setting.cluster.device
     forward: Any = 0.0
@@ -47,12 +50,12 @@ def operation_s(op: Operation, setting: Setting) -> tuple[Any, Any, Any]:
     if op.gemm is not None:
         g = op.gemm
         precision = setting.gemm_precision(g.precision)
-        forward = forward + gemm_s(device, precision, g.m, g.n, g.k, batch=g.groups)
-        backward = backward + gemm_s(
-            device, precision, g.m, g.k, g.n, batch=g.groups, backward=True
-        )
+        whole = (np.mod(g.n, WIDTH_MULTIPLE) == 0) & (np.mod(g.k, WIDTH_MULTIPLE) == 0)
+        how: dict[str, Any] = {"batch": g.groups, "aligned": setting.runtime.pads_products | whole}
+        forward = forward + gemm_s(device, precision, g.m, g.n, g.k, **how)
+        backward = backward + gemm_s(device, precision, g.m, g.k, g.n, **how, backward=True)
         if not op.frozen:
-            weight = gemm_s(device, precision, g.k, g.n, g.m, batch=g.groups, backward=True)
+            weight = gemm_s(device, precision, g.k, g.n, g.m, **how, backward=True)
     if op.attention is not None and not setting.flash:
         products = unfused_products_s(op.attention, setting)
         forward, backward = forward + products, backward + 2 * products

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from planner.errors import InputError
+from planner.files import write_whole
 from planner.results import Timeline
 from planner.trace import (
     OP_WORDS,
@@ -22,7 +23,6 @@ from planner.trace import (
     action_name,
     check_step_spans,
     chunk_of_stage,
-    write_whole,
 )
 
 __all__ = ["timeline_svg", "write_plot"]

@@ -112,7 +112,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         there = Path(name_or_path).exists()
     except (OSError, ValueError):
         there = False
-    if there or Path(text).suffix in (".json", ".toml"):
+    if (there and text.strip()) or Path(text).suffix in (".json", ".toml"):
         from planner.hf_config import model_from_path
 
         return model_from_path(name_or_path)

@@ -14,10 +14,28 @@ from planner.setting import Setting
 from planner.specs import OPTIMIZERS, PRECISIONS, LoraSpec, ModelSpec, TrainSpec
 
 UNFUSED = "unfused"
+# Beyond these whole numbers of 64 bits overflow somewhere, and nobody has such a job.
+LARGEST = {
+    "gpus": 10_000_000,
+    "nodes": 10_000_000,
+    "global_batch_size": 10**12,
+    "seq_len": 10**9,
+    "lora": 10**6,
+}
 
 
 def whole_number(name: str, value: Any) -> int:
     """`value` as a positive whole number, or a sentence."""
+    most = LARGEST.get(name)
+    if isinstance(value, int) and most is not None and value > most:
+        raise InputError(
+            f"{name} is {value:.3g}, and must be at most {most:,}"
+            if value < 10**300
+            else f"{name} has {len(str(value)) if value < 10**4000 else 'thousands of'} digits, "
+            f"and must be at most {most:,}",
+            values={name: str(value)[:40] if value < 10**4000 else "too large to show"},
+            legal={name: [most]},
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(
             f"{name} is {value!r}, and must be a whole number of at least 1",
@@ -37,6 +55,7 @@ def size_of_job(cluster: Cluster, nodes: int | None, gpus: int | None) -> int:
         )
     each = cluster.gpus_per_node
     count = whole_number("nodes", nodes) * each if nodes is not None else whole_number("gpus", gpus)
+    whole_number("gpus", count)
     if count > each and count % each:
         near = [count // each * each, (count // each + 1) * each]
         raise InputError(
@@ -122,6 +141,12 @@ def make_setting(
             legal={"lora": [8, 16, 32, 64]},
         )
     lora = None if lora_rank is None else LoraSpec(whole_number("lora", lora_rank), quantized=qlora)
+    if lora is not None and lora.rank > spec.hidden_size:
+        raise InputError(
+            f"lora is {lora.rank}, and a rank above hidden_size={spec.hidden_size} is not low",
+            values={"lora": lora.rank, "hidden_size": spec.hidden_size},
+            legal={"lora": [8, 16, 32, 64]},
+        )
     margin = more.get("memory_margin_fraction", 0.0)
     if not 0.0 <= margin < 1.0:
         raise InputError(

@@ -60,6 +60,7 @@ def gemm_s(
     batch: ArrayLike = 1,
     backward: bool = False,
     sustained: bool = True,
+    aligned: ArrayLike = True,
 ) -> Array:
     """Time of C[m,n] = A[m,k] B[k,n] [s].
 
@@ -70,7 +71,9 @@ def gemm_s(
 
     `batch` > 1 is one grouped or batched launch: tiles of all products share the waves. With
     `backward` the caller gives the permuted shape and the layout factor of the two backward
-    products is applied. An empty product takes no time.
+    products is applied. Where `aligned` is false, rows of an operand or of the result are no
+    multiple of 16 bytes, and w / f is 2 g m n k / u at least, u = rate of such products. An empty
+    product takes no time.
 
     References: Derived here; constants in hwprofiles/calibrations/gemm.json.
 
@@ -96,6 +99,9 @@ def gemm_s(
         compute = compute / curve.sustained_fraction
     if backward:
         compute = compute * backward_gemm_factor()
+    if curve.unaligned_flops_per_s:
+        slow = np.where(aligned, 0.0, work / curve.unaligned_flops_per_s)
+        compute = np.maximum(compute, slow)
     moved = operand_bytes(m_, n_, k_, precision, g) / device.achieved_memory_bytes_per_s
     seconds: Array = np.where(work > 0.0, curve.launch_s + np.maximum(compute, moved), 0.0)
     return seconds

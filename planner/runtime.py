@@ -47,6 +47,9 @@ class Runtime:
         Ulysses may use more ranks than key-value heads (one must divide the other).
     ring_window
         Ring attention works with sliding-window layers.
+    pads_products
+        Operands whose widths are no multiple of 16 bytes are padded before a product, as compiled
+        PyTorch does (inductor's `shape_padding`); eager PyTorch does not.
     microbatches_at_least_pp
         Schedules that refuse fewer micro-batches than pipeline stages.
     split_backward_zero
@@ -58,6 +61,10 @@ class Runtime:
     weight_bytes, grad_bytes, master_bytes
         Compute copy, accumulated gradient, fp32 master copy in mixed precision (0: the weights
         themselves are the master). Optimizer moments come from the optimizer.
+    passing_grad_bytes
+        Gradient that a micro-batch leaves beside the accumulated one until it is added and freed:
+        it takes the place of the layer's activations, so the larger of the two counts. With more
+        than one micro-batch in flight this is an upper bound.
     step_grad_bytes
         Extra copy of owned gradients while the optimizer steps.
     weight_shard_is_master
@@ -156,6 +163,7 @@ class Runtime:
     weight_bytes: float
     grad_bytes: float
     master_bytes: float
+    passing_grad_bytes: float
     step_grad_bytes: float
     weight_shard_is_master: bool
     fp8_weight_copy_bytes: float
@@ -194,6 +202,7 @@ class Runtime:
     step_bytes_owned: float
     ulysses_kv_replication: bool = False
     ring_window: bool = False
+    pads_products: bool = False
     microbatches_at_least_pp: tuple[str, ...] = ()
     split_backward_zero: tuple[int, ...] = (0, 1, 2, 3)
     blocking_launch_factor: float = 0.0

@@ -87,8 +87,8 @@ def allowed_values(
     for name, most in (max_degree or {}).items():
         if name in values:
             values[name] = [v for v in values[name] if v <= most] or values[name][:1]
-        elif name == "dp":
-            values["dp"] = divisors(num_gpus, most)
+        elif name in ("dp", "shard"):
+            values[name] = divisors(num_gpus, most)
     for name, value in (fixed or {}).items():
         if name != "recompute":
             values[name] = [value]

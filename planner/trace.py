@@ -11,10 +11,10 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from planner.errors import InputError
+from planner.files import write_whole
 from planner.results import Action, Timeline
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "chunk_of_stage",
     "trace_events",
     "write_trace",
-    "write_whole",
 ]
 
 COMPUTE, STEP_END = 0, 1  # thread ids
@@ -141,22 +140,6 @@ def write_trace(
         "traceEvents": trace_events(timeline, step_spans),
     }
     write_whole(path, json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n")
-
-
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file whole or not at all: under a temporary name beside it, then renamed."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {target}: {error.strerror or error}", values={"path": str(target)}
-        ) from error
 
 
 def _names(rank: int, *, has_step_end: bool) -> Iterator[dict[str, Any]]:

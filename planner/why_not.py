@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from planner.estimate import estimate_stages
 from planner.explain import why_not_row
-from planner.halves import in_halves
 from planner.provider import ModelProvider
 from planner.results import Estimate
-from planner.search.found import Solved
-from planner.search.search import best_with
+from planner.search.each import best_each
+from planner.search.found import Found, Solved
 from planner.words import gib
 
+Neighbour = tuple[str, int, str]  # degree, value, lower or higher
 WHY_NOT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch", "zero")
 
 
-def why_not_rows(provider: ModelProvider, best: Solved, own: Estimate) -> list[dict[str, Any]]:
-    """For each degree, the best layout with its next lower and next higher value."""
+def neighbours_of(provider: ModelProvider, best: Solved) -> list[Neighbour]:
+    """For each degree its next lower and next higher value, where there is one."""
     values = provider.space().values
-    wanted = []
+    wanted: list[Neighbour] = []
     for degree in WHY_NOT:
         chosen = int(getattr(best.layout, degree))
         choices = sorted(set(values.get(degree, ())))
-        if degree == "dp":
+        if degree == "dp" and not choices:
             num_gpus = provider.setting.num_gpus
             choices = [d for d in range(1, num_gpus + 1) if num_gpus % d == 0]
         if degree in provider.fixed:
             continue
         wanted += [(degree, v, "lower") for v in choices if v < chosen][-1:]
         wanted += [(degree, v, "higher") for v in choices if v > chosen][:1]
-    return in_halves(lambda one: why_not_one(provider, best, own, *one), wanted)
+    return wanted
 
 
-def why_not_one(
-    provider: ModelProvider, best: Solved, own: Estimate, degree: str, value: int, direction: str
+def why_not_rows(
+    provider: ModelProvider, own: Estimate, wanted: Sequence[Neighbour]
+) -> list[dict[str, Any]]:
+    """For each neighbour, the best layout that has it; `own` is the estimate of the best of all."""
+    found = best_each(provider, [(degree, value) for degree, value, _ in wanted])
+    return [row_of(provider, own, *one, each) for one, each in zip(wanted, found, strict=True)]
+
+
+def row_of(
+    provider: ModelProvider, own: Estimate, degree: str, value: int, direction: str, found: Found
 ) -> dict[str, Any]:
     """The best layout with one degree at another value, and the largest term of the difference."""
-    found = best_with(provider, {degree: value})
     if found.best is not None:
         other = estimate_stages(
             found.best.layout, found.best.stages, provider.setting, bounds=False

@@ -32,15 +32,26 @@ def validate(table: str | Path | None = None, source: str | None = None) -> dict
 
     `table` is a CSV file with the columns of the one that ships (None: that one); `source` keeps
     the rows of one source_key. The document holds `rows`, `errors` of time and memory by source,
-    GPU, kind, precision and runtime (quality A and B; C apart), `ranking`, `worst`, `coverage`, and
-    `composed`: sources that are shown but not pooled, since their times are no measurements.
+    GPU, kind, precision and runtime (quality A and B; C apart), `ranking`, `worst`, `coverage`,
+    `composed`: sources that are shown but not pooled, since their times are no measurements, and
+    for the shipped table `cases`: reports of single runs judged (`reports.cases`).
 
     Raises
     ------
     InputError
         The table is not one, or no row has that source.
     """
-    return document_of(predictions(rows_of(table, source)))
+    return report(predictions(rows_of(table, source)), table is None and source is None)
+
+
+def report(found: Sequence[Prediction], with_cases: bool) -> dict[str, Any]:
+    """The comparison, and the reported cases (`cases`) beside it where the table is the shipped."""
+    document = document_of(found)
+    if with_cases:
+        from reports.cases import judged_cases
+
+        document["cases"] = judged_cases()
+    return document
 
 
 def rows_of(table: str | Path | None, source: str | None) -> tuple[PublishedRow, ...]:
@@ -61,9 +72,18 @@ def rows_of(table: str | Path | None, source: str | None) -> tuple[PublishedRow,
 def document_of(found: Sequence[Prediction]) -> dict[str, Any]:
     """The comparison, of predictions already made."""
     judged = [p for p in found if p.row.text("quality") in ("A", "B")]
-    doubtful = [p for p in found if p.row.text("quality") not in ("A", "B")]
     return {
         "rows": [row_document(p) for p in found],
+        **tables_of(found),
+        "worst": [worst_document(p) for p in worst(measured(judged))],
+    }
+
+
+def tables_of(found: Sequence[Prediction]) -> dict[str, Any]:
+    """Errors, ranking and coverage: what needs no more than a row and its prediction."""
+    judged = [p for p in found if p.row.text("quality") in ("A", "B")]
+    doubtful = [p for p in found if p.row.text("quality") not in ("A", "B")]
+    return {
         "errors": {
             "step_time": summary(judged, time_error),
             "memory": summary(judged, memory_error),
@@ -73,7 +93,6 @@ def document_of(found: Sequence[Prediction]) -> dict[str, Any]:
             "memory": grouped(doubtful, GROUPS["source"], memory_error),
         },
         "ranking": ranking(judged),
-        "worst": [worst_document(p) for p in worst(measured(judged))],
         "coverage": coverage(found),
         "composed": {
             name: why
@@ -172,7 +191,8 @@ def families(judged: Iterable[Prediction]) -> dict[tuple[str, ...], list[Predict
 
 
 def distinct_layouts(some: Iterable[Prediction]) -> int:
-    return len({(p.case.layout, p.row.text("recompute")) for p in some if p.case is not None})
+    names = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "zero_stage", "micro_batch", "recompute")
+    return len({tuple(p.row.text(name) for name in names) for p in some})
 
 
 def ranking(judged: Sequence[Prediction]) -> dict[str, Any]:

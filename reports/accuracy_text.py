@@ -54,6 +54,8 @@ def accuracy_lines(document: Mapping[str, Any]) -> list[str]:
         lines += [error_line(name, value) for name, value in doubtful.items()] + [""]
     lines += worst_lines(document["worst"])
     lines += coverage_lines(document["coverage"])
+    if "cases" in document:
+        lines += ["", *case_lines(document["cases"])]
     if "sensitivity" in document:
         lines += ["", *sensitivity_lines(document["sensitivity"])]
     return lines
@@ -123,8 +125,50 @@ def coverage_lines(coverage: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def case_lines(cases: Mapping[str, Any]) -> list[str]:
+    """Reported cases: how many agree, those that do not, and why others were not judged."""
+    counts = cases["counts"]
+    lines = [
+        f"Cases: of {len(cases['rows'])} reported runs {counts['agrees']} agree, "
+        f"{counts['borderline']} are borderline, {counts['differs']} differ, "
+        f"{counts['skipped']} could not be judged",
+        "",
+    ]
+    for kind, one in cases["errors"].items():
+        lines.append(error_line(f"{kind} values", one))
+    lines += ["", f"  {'':<9}{'':<10}{'reported':>24}{'predicted':>24}"]
+    for row in cases["rows"]:
+        if row["judgement"] in ("differs", "borderline"):
+            lines.append(
+                f"  {row['id']:<7}{row['judgement']:<12}{reported_text(row):>24}"
+                f"{predicted_text(row):>24}  {row['model'][:24]}"
+            )
+    lines.append("")
+    lines += [f"  {count:>4} not judged: {why}" for why, count in cases["skipped"].items()]
+    return lines
+
+
+def reported_text(row: Mapping[str, Any]) -> str:
+    """What was reported of a case.
+
+    >>> reported_text({"reported": "oom", "reported_value": None, "unit": ""})
+    'oom'
+    """
+    if row["reported_value"] is None or row["reported"] == "fits":
+        return str(row["reported"])
+    return f"{row['reported_value']:.5g} {row['unit']}"
+
+
+def predicted_text(row: Mapping[str, Any]) -> str:
+    """What the model says of a case: a value, or a verdict with its memory."""
+    if row["predicted_value"] is None:
+        return "-"
+    value = f"{row['predicted_value']:.5g} {row['unit']}"
+    return value if row["predicted"] == "value" else f"{row['predicted']}, {value}"
+
+
 def sensitivity_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = ["Assumed constants moved by 20 %: median error of all rows, down and up", ""]
+    lines = ["Assumed constants 20 % down and up: median error of the sampled rows that have it", ""]
     for row in rows:
         lines.append(
             f"  {row['constant']:<48}{row['down']:>8.2f}{row['base']:>8.2f}{row['up']:>8.2f}"

@@ -34,7 +34,7 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Predict published training runs and compare: errors, ranking, worst rows, coverage."""
-    from reports.accuracy import document_of, rows_of
+    from reports.accuracy import report, rows_of
     from reports.accuracy_text import accuracy_lines, predictions_csv
     from reports.predictions import predictions
 
@@ -42,7 +42,7 @@ def validate(
         if path is not None:
             require_writable(path)
     found = predictions(rows_of(table, source))
-    document = document_of(found)
+    document = report(found, table is None and source is None)
     if sensitivity:
         from reports.sensitivity import sensitivity as moved
 

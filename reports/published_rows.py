@@ -50,25 +50,33 @@ class Case:
     timed: bool = True
 
 
-def case_of(row: PublishedRow, vpp_elsewhere: Mapping[tuple[str, int, int], int]) -> Case:
-    """Make a row ready.
+def case_of(
+    row: PublishedRow,
+    vpp_elsewhere: Mapping[tuple[str, int, int], int],
+    rule: SourceRule | None = None,
+    model: ModelSpec | None = None,
+) -> Case:
+    """Make a row ready; `rule` and `model`, where given, stand in for those of its source.
 
     Raises
     ------
     MissingField, NotPredictable
         With the reason that goes into the column `skipped_reason`.
     """
-    rule = rule_of(row.source)
+    rule = rule or rule_of(row.source)
     try:
-        return _case(row, rule, vpp_elsewhere)
+        return _case(row, rule, vpp_elsewhere, model)
     except ShardwiseError as error:
         raise NotPredictable(str(error)) from error
 
 
 def _case(
-    row: PublishedRow, rule: SourceRule, vpp_elsewhere: Mapping[tuple[str, int, int], int]
+    row: PublishedRow,
+    rule: SourceRule,
+    vpp_elsewhere: Mapping[tuple[str, int, int], int],
+    model: ModelSpec | None,
 ) -> Case:
-    model = model_of(row, rule.model, rule.heads)
+    model = model or model_of(row, rule.model, rule.heads)
     cluster = cluster_of(row, rule)
     runtime = row_runtime(row, rule)
     vpp = vpp_of(row, vpp_elsewhere)

@@ -56,7 +56,7 @@ def runtime_of(name: str) -> Runtime:
     variant = rules()["variants"].get(name)
     if variant is None:
         return load_runtime(name)
-    base = load_runtime(variant["base"])
+    base = runtime_of(variant["base"])  # a variant of a variant, too
     changes: dict[str, Any] = {"name": name}
     facts, tables = (
         dict(base.facts),

@@ -32,7 +32,7 @@ def sensitivity(found: Sequence[Prediction]) -> list[dict[str, Any]]:
     )
     rows = []
     for where, name in assumed(cases):
-        some = [case for case in cases if name in facts_of(case, where)]
+        some = [case for case in cases if is_assumed(case, where, name)]
         try:
             less, more = (
                 [moved(case, where, name, factor) for case in some]
@@ -79,6 +79,12 @@ def assumed(cases: Sequence[Case]) -> Iterator[tuple[str, str]]:
             if fact.kind == "assumed" and fact.unit not in WHOLE and not name.startswith(NOT_RATES)
         }
         yield from ((where, name) for name in sorted(names))
+
+
+def is_assumed(case: Case, where: str, name: str) -> bool:
+    """Whether the constant of this case is assumed: another device may have it measured."""
+    fact = facts_of(case, where).get(name)
+    return fact is not None and fact.kind == "assumed"
 
 
 def facts_of(case: Case, where: str) -> dict[str, Any]:

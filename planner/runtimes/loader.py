@@ -68,6 +68,7 @@ _FLAGS = (
     "zero3_pp_keeps_stage",
     "ulysses_kv_replication",
     "ring_window",
+    "pads_products",
 )
 _REDUCE_OPS = ("all_reduce", "reduce_scatter")
 _OFFERS = {*_WORDS, *_STAGES, *_FLAGS, "reduce_op"}
@@ -76,6 +77,7 @@ _MEMORY = (
     "weight_bytes",
     "grad_bytes",
     "master_bytes",
+    "passing_grad_bytes",
     "step_grad_bytes",
     "fp8_weight_copy_bytes",
     "fsdp_forward_units",

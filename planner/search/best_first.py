@@ -26,6 +26,7 @@ from planner.search.provider import CostProvider
 from planner.search.split import Split, best_split, stage_layouts
 
 Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 TIE = 1e-9  # relative; times closer than this are the same
 CHUNK = 50_000  # rows expanded at a time: they stay in cache
 FIRST_CHUNK = 8_000
@@ -112,6 +113,15 @@ class BestFirst:
         )
         return costs, row_bound(costs, self.order, pp, np.asarray(layouts.vpp), in_flight)
 
+    def floors(self, layouts: Layout, cell: Index) -> tuple[RowBound, Mask]:
+        """Bound of rows, and whether their memory floors are within capacity."""
+        costs, bound = self._costs(layouts, cell)
+        fits = bound.floor_bytes <= costs.capacity_bytes * (1 + 2 * SLACK)
+        if costs.host is not None:
+            share = host_share(costs, self.order, np.asarray(layouts.pp))
+            fits &= share <= 1 + 2 * SLACK
+        return bound, fits
+
     def expand_rows(self, cells: Index, limit: float) -> tuple[Index, Index, Array]:
         """Rows of cells that pass the row bound: cell, local index, bound [s]."""
         begin = time.perf_counter()
@@ -120,13 +130,12 @@ class BestFirst:
         for start in range(0, cell.size, CHUNK):
             part = slice(start, start + CHUNK)
             layouts = rows(self.table, cell[part], local[part])
-            costs, bound = self._costs(layouts, cell[part])
-            fits = bound.floor_bytes <= costs.capacity_bytes * (1 + 2 * SLACK)
-            if costs.host is not None:
-                share = host_share(costs, self.order, np.asarray(layouts.pp))
-                fits &= share <= 1 + 2 * SLACK
-            good = np.flatnonzero(fits & (bound.time_s < limit))
-            self._tally(built=int(fits.size), fits=int(fits.sum()))
+            bound, fits = self.floors(layouts, cell[part])
+            legal = np.ones(fits.shape, dtype=bool)
+            if self.table.refused:  # some rows are not legal: they are not to be counted
+                legal = self.provider.legal(layouts)
+            good = np.flatnonzero(fits & legal & (bound.time_s < limit))
+            self._tally(built=int(legal.sum()), fits=int((fits & legal).sum()))
             parts.append((cell[part][good], local[part][good], bound.time_s[good]))
         self._row_s += time.perf_counter() - begin
         cell, local, value = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -139,30 +148,41 @@ class BestFirst:
         costs, bound = self._costs(layouts, cell)
         pp, vpp = np.asarray(layouts.pp), np.asarray(layouts.vpp)
         head = self.provider.head_stage(layouts)
-        v_shape = (head == 0) & (pp > 1)
-        key = (pp * (int(vpp.max()) + 1) + vpp) * 2 + v_shape
+        # Chunks and their V only change which patterns a row has, except for mixed orders.
+        shape = vpp * 2 + ((head == 0) & (pp > 1))
+        key = pp * (int(shape.max()) + 1) + shape if self.order.form == "any" else pp
         groups = []
-        for value in np.unique(key):
+        for value in sorted(set(key.tolist())):
             index = np.flatnonzero(key == value)
-            first = index[0]
-            num_stages = int(pp[first])
+            num_stages = int(pp[index[0]])
             own = layouts.take(index)
             in_flight = self.provider.in_flight(own, np.arange(num_stages)[None, :])
             in_flight = np.broadcast_to(in_flight, (index.size, num_stages)).astype(float)
             table = stages(costs.take(index), in_flight, head[index])
-            splits: tuple[Pattern, ...] | Positions
-            if self.order.form == "any" and vpp[first] == 1:
-                splits = self.positions
-            else:
-                splits = patterns(self.order, num_stages, int(vpp[first]), bool(v_shape[first]))
-            groups.append(Group(index, table, bound.take(index), splits))
+            splits, allowed = self._splits(num_stages, shape[index])
+            groups.append(Group(index, table, bound.take(index), splits, allowed))
         return groups
 
-    def bound_splits(self, group: Group, limit: float, mix: str) -> Array:
+    def _splits(
+        self, num_stages: int, shape: Index
+    ) -> tuple[tuple[Pattern, ...] | Positions, Mask]:
+        """The patterns of all rows of a group, and which each row has (its `shape`)."""
+        if self.order.form == "any" and shape[0] < 4:
+            return self.positions, np.zeros((shape.size, 0), dtype=bool)
+        found: list[Pattern] = []
+        owner: list[int] = []
+        for value in sorted(set(shape.tolist())):
+            own = patterns(self.order, num_stages, value // 2, bool(value % 2))
+            found += own
+            owner += [value] * len(own)
+        return tuple(found), shape[:, None] == np.array(owner, dtype=np.int64)
+
+    def bound_splits(self, group: Group, limit: float | Array, mix: str) -> Array:
         """Bound of every row of a group [s]; inf where no split is below `limit`."""
-        if not isinstance(group.splits, Positions):
-            return split_bound(group.table, group.splits, self.order, group.bound, limit, mix)
-        return _position_bound(group.table, group.splits, self.order, group.bound, limit, mix)
+        table, bound, splits = group.table, group.bound, group.splits
+        if not isinstance(splits, Positions):
+            return split_bound(table, splits, self.order, bound, limit, mix, group.allowed)
+        return _position_bound(table, splits, self.order, bound, limit, mix)
 
     # -- the search -------------------------------------------------------------------------------
 
@@ -242,7 +262,7 @@ class BestFirst:
         if not value < limit:
             return
         self._tally(solved=1)
-        one = groups[g].take(np.array([i]))
+        one = groups[g].one(i)
         split = best_split(one.table, one.splits, self.order, one.bound, limit)
         if split is None:
             return
@@ -298,9 +318,26 @@ class Group:
     table: Stages
     bound: RowBound
     splits: tuple[Pattern, ...] | Positions
+    allowed: Mask  # (N, P) which patterns a row has
 
     def take(self, index: Index) -> Group:
-        return Group(self.index[index], self.table.take(index), self.bound.take(index), self.splits)
+        return Group(
+            self.index[index],
+            self.table.take(index),
+            self.bound.take(index),
+            self.splits,
+            self.allowed[index],
+        )
+
+    def one(self, i: int) -> Group:
+        """Row i alone, with the patterns that it has."""
+        group = self.take(np.array([i]))
+        if isinstance(self.splits, Positions):
+            return group
+        own = np.flatnonzero(self.allowed[i])
+        return replace(
+            group, splits=tuple(self.splits[p] for p in own), allowed=group.allowed[:, own]
+        )
 
 
 def _simplicity(layout: Layout) -> tuple[int, ...]:
@@ -324,7 +361,7 @@ def _position_bound(
     found: Positions,
     order: LayerOrder,
     bound: RowBound,
-    limit_s: float,
+    limit_s: float | Array,
     mix: str,
 ) -> Array:
     total = table.in_flight.shape[0]
@@ -336,7 +373,7 @@ def _position_bound(
     for start in range(0, total, size):
         index = np.arange(start, min(start + size, total))
         part, own = table.take(index), bound.take(index)
-        most_s = largest_stage(part.costs, own, np.full(index.size, limit_s))
+        most_s = largest_stage(part.costs, own, np.broadcast_to(limit_s, (total,))[index])
         columns = position_columns(part, found, order, most_s, mix)
         slowest = columns.min_bottleneck()
         sum_s = np.maximum(columns.min_sum() * (1 - 1e-12), own.sum_s)

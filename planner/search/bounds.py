@@ -19,6 +19,7 @@ from planner.search.columns import Stages, exact_times, least, mix_lines, relaxe
 from planner.search.orders import LayerOrder, Pattern
 
 Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 BLOCK = 300_000  # (problem, stage, q) entries of one pass
 MARGIN = 1e-9  # relative; windows are cut this much later than their bound says
 
@@ -125,68 +126,94 @@ class Window:
         return Window(self.row[index], self.pattern[index], self.lo[index], self.hi[index])
 
 
-def window(table: Stages, found: tuple[Pattern, ...], most_s: Array, main: int) -> Window:
+def window(
+    table: Stages,
+    found: tuple[Pattern, ...],
+    most_s: Array,
+    main: int,
+    allowed: Mask | None = None,
+) -> Window:
     """Ranges of layers per stage that fit in memory and in `most_s` (N,), with fractional mixes
-    where the free layers are of the main kind; problems that have none are left out."""
+    where the free layers are of the main kind; problems that have none are left out.
+
+    `allowed` (N, P) says which patterns a row has; None: all.
+    """
     rows = np.arange(table.in_flight.shape[0])
-    if len(found) > 1:
+    if not found:
+        none = np.zeros((0, table.in_flight.shape[1]), dtype=np.int64)
+        return Window(none[:, 0], none[:, 0], none, none)
+    if allowed is None:
+        allowed = np.ones((rows.size, len(found)), dtype=bool)
+    if allowed.sum() > rows.size:
         # Without the given layers all patterns are one: rows that fail here fail in each.
         first = found[0]
         bare = Pattern(
             first.base * 0, first.lo * 0, first.hi * 0 + first.total, first.free, first.total
         )
-        rows = _ranges(table, (bare,), most_s, main).row
-        table, most_s = table.take(rows), most_s[rows]
-    part = _ranges(table, found, most_s, main)
+        one = np.zeros(rows.size, dtype=np.int64)
+        rows = _ranges(table, (bare,), rows, one, most_s, main).row
+        table, most_s, allowed = table.take(rows), most_s[rows], allowed[rows]
+    row, number = np.nonzero(allowed)
+    part = _ranges(table, found, row, number, most_s, main)
     return Window(rows[part.row], part.pattern, part.lo, part.hi)
 
 
-def _ranges(table: Stages, found: tuple[Pattern, ...], most_s: Array, main: int) -> Window:
+def _ranges(
+    table: Stages,
+    found: tuple[Pattern, ...],
+    row: Index,
+    number: Index,
+    most_s: Array,
+    main: int,
+) -> Window:
+    """`window` of problems, each a row with a pattern; patterns have one free kind."""
     costs = table.costs
     layer_s, act, working = least(costs)
-    work = working.min(axis=1)[:, None]
-    rows = np.arange(table.in_flight.shape[0])
     lines = mix_lines(costs, main)
-    base = costs.layer_s[:, main].argmin(axis=1)
-    base_act = costs.layer_act_bytes[rows, main, base][:, None]
-    parts = []
-    for number, pattern in enumerate(found):
-        per_layer = (
-            costs.layer_static_bytes[:, None, :] + table.in_flight[:, :, None] * act[:, None]
-        )
-        given_s = table.time_s + np.where(
-            pattern.base > 0, pattern.base * layer_s[:, None, :], 0.0
-        ).sum(axis=2)
-        given = np.where(pattern.base > 0, pattern.base * per_layer, 0.0).sum(axis=2)
-        room = table.room_bytes - work - given
-        free_s, free_bytes = layer_s[:, pattern.free, None], per_layer[:, :, pattern.free]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            by_time = np.floor((most_s[:, None] - given_s) / free_s + MARGIN)
-            by_memory = np.floor(room / free_bytes + MARGIN)
-        if pattern.free == main and not pattern.base[:, main].any():
-            # Time and memory together: what does not fit must be saved, and saving takes time.
-            over = costs.layer_static_bytes[:, main, None] / table.in_flight + base_act
-            for slope, offset in ((w[:, None], o[:, None]) for w, o in lines):
-                left = most_s[:, None] - given_s + slope * room / table.in_flight
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    most = np.floor(left / (free_s + offset + slope * over) + MARGIN)
-                by_time = np.fmin(by_time, most)
-        by_time = np.where(free_s > 0, by_time, np.where(given_s <= most_s[:, None], np.inf, -1))
-        by_memory = np.where(free_bytes > 0, by_memory, np.where(room >= 0, np.inf, -1))
-        hi = np.minimum(np.minimum(by_time, by_memory), pattern.hi).clip(-1).astype(np.int64)
-        # A stage without free layers can still be too slow or too full.
-        tight = (given_s > most_s[:, None] * (1 + MARGIN)) | (room < -MARGIN * np.abs(given))
-        hi = np.where(tight, -1, hi)
-        rest = hi.sum(axis=1, keepdims=True) - hi
-        lo = np.maximum(pattern.lo, pattern.total - rest)
-        good = (hi >= lo).all(axis=1) & (hi.sum(axis=1) >= pattern.total)
-        good &= (hi >= pattern.lo).all(axis=1)
-        hi = np.minimum(hi, pattern.total - (lo.sum(axis=1, keepdims=True) - lo))
-        parts.append((rows[good], np.full(good.sum(), number), lo[good], hi[good]))
-    if not parts:
-        none = np.zeros((0, table.in_flight.shape[1]), dtype=np.int64)
-        return Window(none[:, 0], none[:, 0], none, none)
-    return Window(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    rows = np.arange(table.in_flight.shape[0])
+    base_act = costs.layer_act_bytes[rows, main, costs.layer_s[:, main].argmin(axis=1)]
+    if not np.array_equal(row, rows):
+        table, costs = table.take(row), costs.take(row)
+        layer_s, act, working, base_act = layer_s[row], act[row], working[row], base_act[row]
+        lines = [(slope[row], offset[row]) for slope, offset in lines]
+        most_s = most_s[row]
+    base, fewest, most = (
+        np.stack([getattr(pattern, name) for pattern in found])[number]
+        for name in ("base", "lo", "hi")
+    )
+    total = np.array([pattern.total for pattern in found])[number][:, None]
+    free = found[0].free
+    per_layer = costs.layer_static_bytes[:, None, :] + table.in_flight[:, :, None] * act[:, None]
+    room = table.room_bytes - working.min(axis=1)[:, None]
+    given_s = table.time_s
+    given: Array = np.zeros(room.shape)
+    if base.any():
+        given_s = given_s + np.where(base > 0, base * layer_s[:, None, :], 0.0).sum(axis=2)
+        given = np.where(base > 0, base * per_layer, 0.0).sum(axis=2)
+        room = room - given
+    free_s, free_bytes = layer_s[:, free, None], per_layer[:, :, free]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_time = np.floor((most_s[:, None] - given_s) / free_s + MARGIN)
+        by_memory = np.floor(room / free_bytes + MARGIN)
+    if free == main and not base[:, :, main].any():
+        # Time and memory together: what does not fit must be saved, and saving takes time.
+        over = costs.layer_static_bytes[:, main, None] / table.in_flight + base_act[:, None]
+        for slope, offset in ((w[:, None], o[:, None]) for w, o in lines):
+            left = most_s[:, None] - given_s + slope * room / table.in_flight
+            with np.errstate(divide="ignore", invalid="ignore"):
+                both = np.floor(left / (free_s + offset + slope * over) + MARGIN)
+            by_time = np.fmin(by_time, both)
+    by_time = np.where(free_s > 0, by_time, np.where(given_s <= most_s[:, None], np.inf, -1))
+    by_memory = np.where(free_bytes > 0, by_memory, np.where(room >= 0, np.inf, -1))
+    hi = np.minimum(np.minimum(by_time, by_memory), most).clip(-1).astype(np.int64)
+    # A stage without free layers can still be too slow or too full.
+    tight = (given_s > most_s[:, None] * (1 + MARGIN)) | (room < -MARGIN * np.abs(given))
+    hi = np.where(tight, -1, hi)
+    lo = np.maximum(fewest, total - (hi.sum(axis=1, keepdims=True) - hi))
+    good = (hi >= lo).all(axis=1) & (hi.sum(axis=1) >= total[:, 0])
+    good &= (hi >= fewest).all(axis=1)
+    hi = np.minimum(hi, total - (lo.sum(axis=1, keepdims=True) - lo))
+    return Window(row[good], number[good], lo[good], hi[good])
 
 
 def stage_columns(
@@ -270,16 +297,17 @@ def split_bound(
     found: tuple[Pattern, ...],
     order: LayerOrder,
     bound: RowBound,
-    limit_s: float,
+    limit_s: float | Array,
     mix: str,
+    allowed: Mask | None = None,
 ) -> Array:
-    """Lower bound on T of N rows with one pp, each valid up to `limit_s`; inf: no split below
-    it."""
+    """Lower bound on T of N rows with one pp, each valid up to its `limit_s`; inf: no split below
+    it. `allowed` (N, P): patterns of a row; None: all."""
     rows = table.in_flight.shape[0]
     costs = table.costs
     result = np.full(rows, np.inf)
-    most_s = largest_stage(costs, bound, np.full(rows, limit_s))
-    every = window(table, found, most_s, order.main)
+    most_s = largest_stage(costs, bound, np.broadcast_to(limit_s, (rows,)))
+    every = window(table, found, most_s, order.main, allowed)
     if every.row.size == 0:
         return result
     totals = np.array([pattern.total for pattern in found])
@@ -312,7 +340,7 @@ def _blocks(widths: Index, num_stages: int) -> list[Index]:
     order = np.argsort(widths, kind="stable")
     classes = np.ceil(np.log2(widths[order])).astype(np.int64)
     blocks = []
-    for value in np.unique(classes):
+    for value in sorted(set(classes.tolist())):
         same = order[classes == value]
         size = max(1, BLOCK // (num_stages * int(widths[same].max())))
         blocks += [same[i : i + size] for i in range(0, same.size, size)]

@@ -262,7 +262,7 @@ def _state_table(
     group_of_cell = np.empty_like(group)
     group_of_cell[order] = group
     ranks = np.asarray(cells.dp * cells.cp)[representative]
-    by_ranks = {int(r): _state_options(space, int(r)) for r in np.unique(ranks)}
+    by_ranks = {int(r): _state_options(space, int(r)) for r in set(ranks.tolist())}
     sizes = np.array([len(by_ranks[int(r)]) for r in ranks], dtype=np.int64)
     flat = np.array([o for r in ranks for o in by_ranks[int(r)]], dtype=np.int64).reshape(-1, 3)
     owner = np.repeat(np.arange(ranks.size), sizes)
@@ -300,7 +300,7 @@ def _pipe_table(
     state_start, state_count = state_range
     representative, group = _group(cells, provider.pipe_key)
     pp = np.asarray(cells.pp)[representative]
-    by_pp = {int(p): _options_for(pipe_options, int(p)) for p in np.unique(pp)}
+    by_pp = {int(p): _options_for(pipe_options, int(p)) for p in set(pp.tolist())}
     sizes = np.array([len(by_pp[int(p)]) for p in pp], dtype=np.int64)
     flat = np.array([o for p in pp for o in by_pp[int(p)]], dtype=np.int64).reshape(-1, 2)
     owner = np.repeat(np.arange(pp.size), sizes)
@@ -308,7 +308,7 @@ def _pipe_table(
     deep = flat[:, 1] * pp[owner] <= num_layers
     # A schedule that splits the backward may want gradients sharded: ask with every ZeRO stage.
     by_zero = []
-    for zero in np.unique(state["zero"]):
+    for zero in sorted(set(state["zero"].tolist())):
         of_zero = np.concatenate([[0], np.cumsum(state["zero"] == zero)])
         at = np.searchsorted(of_zero, of_zero[state_start] + 1) - 1  # the first of a cell's own
         options = of_zero[state_start + state_count] - of_zero[state_start]

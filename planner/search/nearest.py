@@ -13,14 +13,17 @@ from planner.layout import Layout
 from planner.results import Array, StageCosts
 from planner.search.bounds import host_share, min_bottleneck, row_bound
 from planner.search.candidates import Candidates, expand, rows
-from planner.search.columns import Stages, stages
+from planner.search.columns import Stages, least, stages
 from planner.search.orders import LayerOrder, patterns
 from planner.search.positions import PositionColumns, Positions, positions
 from planner.search.provider import CostProvider
 
 Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 _CHUNK = 50_000
 _BATCH = 64
+TIE = 1e-9  # relative: rows closer than this miss capacity alike
+BISECTIONS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +73,24 @@ def nearest_row(provider: CostProvider, table: Candidates, order: LayerOrder) ->
         costs = provider.stage_costs(layouts, cell)
         own = row_bound(costs, order, own_pp, np.asarray(layouts.vpp), low).floor_bytes
         own = np.maximum(own / costs.capacity_bytes, host_share(costs, order, own_pp))
-        ranked = np.argsort(own, kind="stable")
+        ranked = np.flatnonzero(_has_split(provider, layouts, order))
+        ranked = ranked[np.argsort(own[ranked], kind="stable")]
         for start in range(0, ranked.size, _BATCH):
             part = ranked[start : start + _BATCH]
             if best is not None and own[part[0]] >= best[0]:
                 break
-            needed = _needed(provider, table, cell[part], local[part], order)
-            i = int(needed.argmin())
-            if np.isfinite(needed[i]) and (best is None or needed[i] < best[0]):
-                best = (float(needed[i]), int(cell[part[i]]), int(local[part[i]]))
+            some, held = layouts.take(part), costs.take(part)
+            if best is not None:
+                tight = _stage_floor(provider, some, held, order) < best[0] * (1 - TIE)
+                keep = np.flatnonzero(tight)
+                part, some, held = part[keep], some.take(keep), held.take(keep)
+            for i in range(part.size):
+                found = _columns(
+                    provider, some.take(np.array([i])), held.take(np.array([i])), order
+                )
+                needed = min((f.value for f in found), default=np.inf)
+                if needed < (np.inf if best is None else best[0]):
+                    best = (needed, int(cell[part[i]]), int(local[part[i]]))
     if best is None:
         return None
     return _explain(provider, table, order, *best)
@@ -98,12 +110,9 @@ class _Columns:
 
 
 def _columns(
-    provider: CostProvider, table: Candidates, cell: int, local: int, order: LayerOrder
+    provider: CostProvider, layout: Layout, costs: StageCosts, order: LayerOrder
 ) -> list[_Columns]:
-    """Per split pattern and leanest policy of one layout, its columns."""
-    at = np.array([cell]), np.array([local])
-    layout = rows(table, *at)
-    costs = provider.stage_costs(layout, at[0])
+    """Per split pattern and leanest policy of one layout (a table of one row), its columns."""
     pp, vpp = int(layout.pp[0]), int(layout.vpp[0])
     head = provider.head_stage(layout)
     in_flight = np.broadcast_to(
@@ -236,14 +245,49 @@ def _split_columns(
     return result
 
 
-def _needed(
-    provider: CostProvider, table: Candidates, cell: Index, local: Index, order: LayerOrder
+def _has_split(provider: CostProvider, layouts: Layout, order: LayerOrder) -> Mask:
+    """Which rows have any way to fall on their ranks, whatever the memory."""
+    pp, vpp = np.asarray(layouts.pp), np.asarray(layouts.vpp)
+    v_shape = (provider.head_stage(layouts) == 0) & (pp > 1)
+    shapes, index = np.unique(np.stack([pp, vpp, v_shape], axis=1), axis=0, return_inverse=True)
+    found = [
+        p <= order.num_layers
+        if order.form == "any" and v == 1
+        else bool(patterns(order, p, v, bool(turns)))
+        for p, v, turns in shapes.tolist()
+    ]
+    return np.array(found, dtype=bool)[index.reshape(-1)]
+
+
+def _stage_floor(
+    provider: CostProvider, layouts: Layout, costs: StageCosts, order: LayerOrder
 ) -> Array:
-    values = []
-    for c, i in zip(cell.tolist(), local.tolist(), strict=True):
-        found = _columns(provider, table, c, i, order)
-        values.append(min((f.value for f in found), default=np.inf))
-    return np.array(values)
+    """Lower bound on the share of device memory of each row's fullest rank, (R,): under a cap every
+    rank takes as many layers of the leanest kind as fit, and the least cap that places all of them
+    is found by bisection."""
+    pp = np.asarray(layouts.pp)
+    position = np.arange(int(pp.max()))
+    inside = position < pp[:, None]
+    in_flight = np.where(inside, provider.in_flight(layouts, position[None, :]), 1.0)
+    _, act, working = least(costs)
+    kinds = [k for k, number in enumerate(order.counts) if number]
+    each = costs.layer_static_bytes[:, None] + in_flight[:, :, None] * act[:, None]
+    each = each[:, :, kinds].min(axis=2)
+    first = costs.first_bytes[:, None] + in_flight * costs.first_act_bytes[:, None]
+    given = costs.fixed_bytes[:, None] + working[:, kinds].min(axis=1)[:, None]
+    given = given + np.where(position == 0, first, 0.0)
+    head = position == provider.head_stage(layouts)[:, None]
+    given = given + np.where(head, costs.head_bytes[:, None], 0.0)
+    low = np.where(inside, given, 0.0).max(axis=1)
+    high = low + order.num_layers * each.max(axis=1)
+    for _ in range(BISECTIONS):
+        cap = (low + high) / 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            taken = np.floor((cap[:, None] - given) / each)
+        enough = np.where(inside, taken, 0.0).sum(axis=1) >= order.num_layers
+        low, high = np.where(enough, low, cap), np.where(enough, cap, high)
+    share: Array = low / costs.capacity_bytes
+    return share
 
 
 def _explain(
@@ -254,7 +298,9 @@ def _explain(
     cell: int,
     local: int,
 ) -> Nearest:
-    found = min(_columns(provider, table, cell, local, order), key=lambda f: f.value)
+    layout = rows(table, np.array([cell]), np.array([local]))
+    costs = provider.stage_costs(layout, np.array([cell]))
+    found = min(_columns(provider, layout, costs, order), key=lambda f: f.value)
     at = np.unravel_index(int(np.abs(found.share - needed).argmin()), found.share.shape)
     totals = {
         memory: float(sum(column[at] for column in items.values()))
@@ -263,7 +309,7 @@ def _explain(
     memory = max(totals, key=lambda m: totals[m] / max(found.capacity[m], 1e-300))
     terms = {name: float(c[at]) for name, c in found.terms[memory].items() if c[at] > 0}
     return Nearest(
-        layout=rows(table, np.array([cell]), np.array([local])).take(0),
+        layout=layout.take(0),
         needed_bytes=totals[memory],
         missing_bytes=totals[memory] - found.capacity[memory],
         stage=int(at[0]),

@@ -165,7 +165,7 @@ def _exact(table: Stages, path: Path, order: LayerOrder) -> Path:
 
 def _raise_bottleneck(path: Path) -> Path | None:
     """The smallest cap on times under which a split exists, by bisection; None: no split."""
-    caps = np.unique(path.times[np.isfinite(path.times)])
+    caps = _distinct(path.times[np.isfinite(path.times)])
     # The relaxed bottleneck bounds it from below, up to rounding.
     low, high = int(np.searchsorted(caps, path.slowest * (1 - MARGIN))), caps.size
     while low < high:
@@ -175,6 +175,12 @@ def _raise_bottleneck(path: Path) -> Path | None:
         else:
             high = middle
     return None if low == caps.size else replace(path, slowest=float(caps[low]))
+
+
+def _distinct(values: Array) -> Array:
+    """Distinct values in rising order. np.unique would import numpy.ma, which takes longer."""
+    ordered = np.sort(values)
+    return ordered[np.concatenate([[True], ordered[1:] > ordered[:-1]])] if values.size else values
 
 
 def _trim(table: Stages, path: Path, bound: RowBound, limit_s: float) -> Path | None:
@@ -236,8 +242,8 @@ def _solve(table: Stages, path: Path, bound: RowBound, limit_s: float) -> Split 
     finite = np.isfinite(path.times)
     steps = np.where(finite, path.steps, np.inf)
     least_step = max(float(bound.step_s[0]), float(steps.min(axis=(1, 2)).max()))
-    caps = np.unique(path.times[finite & (path.times >= path.slowest)])
-    step_caps = np.unique(steps[finite])
+    caps = _distinct(path.times[finite & (path.times >= path.slowest)])
+    step_caps = _distinct(steps[finite])
     free = _shortest(path, np.inf, np.inf)
     if free is None:
         return None

@@ -167,3 +167,16 @@ def test_a_reader_that_leaves_is_no_fault(command: list[str]) -> None:
     with writer.stderr as errors:
         assert errors.read() == b""
     assert writer.wait(60) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+def test_full_or_closed_output_is_no_traceback() -> None:
+    job = "tinyllama-1.1b --cluster dgx-h100 --gpus 1 --global-batch-size 4 --seq-len 512"
+    command = f"{sys.executable} -m shardwise plan {job}"
+    for redirect, code in (("> /dev/full", 2), (">&-", 0)):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {redirect}"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
+        assert done.stderr.count("\n") == (1 if code else 0)

@@ -133,3 +133,44 @@ def test_machine_without_more_devices_says_so(capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().err
     assert "has no more GPUs than that" in " ".join(text.split())
     assert "65,536" not in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--gpus", "1" + "0" * 30], "must be at most 10,000,000"),
+        (["--gpus", "1" + "0" * 4100], "must be at most 10,000,000"),
+        (["--global-batch-size", "1" + "0" * 25], "global_batch_size is 1e+25"),
+        (["--seq-len", "1" + "0" * 20], "seq_len is 1e+20"),
+        (["--lora", "4096"], "a rank above hidden_size=2048 is not low"),
+        (["--fix", "tp=4", "--max-degree", "tp=2"], "tp is fixed at 4 and bounded by 2"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shardwise.main(["plan", *JOB, *more]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("bound", ["dp=1", "shard=1"])
+def test_why_not_keeps_to_bounded_degrees(bound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardwise.main(["plan", *JOB, "--max-degree", bound, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["layout"][bound.partition("=")[0]] == 1
+    if bound == "dp=1":
+        assert all(row["degree"] != "dp" for row in document["why_not"])
+
+
+@pytest.mark.parametrize("runtime", ["shardwise", "fsdp2"])
+def test_certificate_counts_legal_layouts_alone(
+    runtime: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Split-backward schedules are refused with some ZeRO stages, after rows are built."""
+    job = [word if word != "4" else "8" for word in JOB]
+    assert shardwise.main(["plan", *job, "--runtime", runtime, "--json"]) == 0
+    search = json.loads(capsys.readouterr().out)["search"]
+    assert search["fits"] <= search["built"] <= search["legal"] <= search["enumerated"]

@@ -1,6 +1,8 @@
 """Plan files: what is saved comes back, equal plans are equal bytes, damaged ones are refused."""
 
 import json
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.codec import dumps, encode
-from planner.errors import LayoutError, PlanFileError
+from planner.errors import InputError, LayoutError, PlanFileError
+from planner.files import write_whole
 from planner.layout import SCHEDULES, Layout, StageLayout
 from planner.mesh import coordinates, mesh_of
 from planner.plan import Certificate, Plan, Prediction, load_plan, parse_plan, plan_text, save_plan
@@ -253,3 +256,25 @@ def test_damaged_bytes_are_a_plan_or_refused(
 
 def test_text_keeps_plain_lists_on_one_line() -> None:
     assert dumps({"b": [1, 2], "a": {}}) == '{\n  "a": {},\n  "b": [1, 2]\n}'
+
+
+@pytest.mark.parametrize("target", ["", "missing/plan.json", "."])
+def test_no_file_can_be_there(tmp_path, target):
+    with pytest.raises(InputError, match="cannot write"):
+        write_whole(tmp_path / target if target else "", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pipes_and_links_stay_what_they_are(tmp_path):
+    """A rename would put a file in the place of a pipe or of /dev/stdout."""
+    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    real.write_text("old")
+    link.symlink_to(real)
+    write_whole(link, "new")
+    assert (link.is_symlink(), real.read_text()) == (True, "new")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)

@@ -95,6 +95,11 @@ def test_sustained_and_backward_only_slow_down() -> None:
     )
 
 
+def test_an_odd_vocabulary_makes_its_head_many_times_slower_unless_padded() -> None:
+    odd, even = (float(gemm_s(H100, "bf16", 16384, 50257, 2048, aligned=a)) for a in (False, True))
+    assert 5 < odd / even < 9
+
+
 def test_pairs_equal_a_counted_mask_up_to_half_the_diagonal() -> None:
     for q, kv, window in ((8, 8, 0), (8, 16, 0), (16, 16, 4), (4, 16, 8), (4, 16, 6)):
         rows = np.arange(q)[:, None] + (kv - q)

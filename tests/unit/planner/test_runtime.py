@@ -46,7 +46,7 @@ def test_bytes_per_parameter_add_up_to_the_published_sums():
     assert total("fsdp2") == 16
     assert total("ddp") == 20  # with the bucket copy
     assert total("deepspeed") == 16
-    assert total("nanotron") == 20  # 18 and 2 transient
+    assert total("nanotron") == 18
     assert total("megatron-lm-2021") == 16
 
 
