@@ -1,9 +1,9 @@
-# demo, test, lint, bench. PYTHON is any Python 3.11 or newer.
+# demo, test, lint, bench, accuracy. PYTHON is any Python 3.11 or newer.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench accuracy
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,3 +49,8 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.demo
 	$(BIN)/python tests/benchmarks/rates.py; rates=$$?; \
 	$(BIN)/python tests/benchmarks/plans.py && exit $$rates
+
+# Predicted against published, under the date of today or DATE=2026-12-31. Takes minutes.
+DATE ?= $(shell date +%F)
+accuracy: $(VENV)/.test
+	$(BIN)/python -m reports.publish $(DATE)
