@@ -1,9 +1,9 @@
-# demo, test, lint, bench, regret. PYTHON is any Python 3.11 or newer.
+# demo, test, lint, bench, accuracy, regret. PYTHON is any Python 3.11 or newer.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench regret
+.PHONY: demo test lint bench accuracy regret
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -52,3 +52,8 @@ bench: $(VENV)/.demo
 
 regret: $(VENV)/.demo
 	$(BIN)/python tests/benchmarks/regret.py --output reports/published/regret.json
+
+# Predicted against published, under the date of today or DATE=2026-12-31. Takes minutes.
+DATE ?= $(shell date +%F)
+accuracy: $(VENV)/.test
+	$(BIN)/python -m reports.publish $(DATE)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reports.accuracy_text import predicted_text, reported_text
+
 SIZE, MARGIN = 640.0, 52.0
 COLORS = (
     "#0090ff", "#e5484d", "#30a46c", "#f76b15", "#8e4ec6", "#00a2c7", "#d6409f", "#978365",
@@ -34,6 +36,7 @@ def accuracy_page(document: Mapping[str, Any]) -> str:
         plots=[one for one in plots if one is not None],
         ranking=[ranking_row(*item) for item in document["ranking"].items()],
         worst=[worst_row(row) for row in document["worst"]],
+        cases=[case_row(row) for row in document.get("cases", {}).get("rows", ())],
     )
 
 
@@ -152,4 +155,16 @@ def worst_row(row: Mapping[str, Any]) -> Sequence[str]:
         f"{row['predicted_step_time_s']:.4g}",
         f"{row['measured_step_time_s']:.4g}",
         f"{row['largest_term']} ({row['largest_term_percent']:.0f} %)",
+    ]
+
+
+def case_row(row: Mapping[str, Any]) -> Sequence[str]:
+    why = row["reason"] or row["cause"]
+    return [
+        row["id"],
+        row["model"],
+        reported_text(row),
+        predicted_text(row),
+        row["judgement"],
+        why or ("not understood" if row["judgement"] != "agrees" else ""),
     ]

@@ -129,9 +129,11 @@ def case_lines(cases: Mapping[str, Any]) -> list[str]:
     """Reported cases: how many agree, those that do not, and why others were not judged."""
     counts = cases["counts"]
     lines = [
-        f"Cases: of {len(cases['rows'])} reported runs {counts['agrees']} agree, "
-        f"{counts['borderline']} are borderline, {counts['differs']} differ, "
-        f"{counts['skipped']} could not be judged",
+        (
+            f"Cases: of {len(cases['rows'])} reported runs {counts['agrees']} agree, "
+            f"{counts['borderline']} are borderline, {counts['differs']} differ, "
+            f"{counts['skipped']} could not be judged"
+        ),
         "",
     ]
     for kind, one in cases["errors"].items():
@@ -168,7 +170,7 @@ def predicted_text(row: Mapping[str, Any]) -> str:
 
 
 def sensitivity_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = ["Assumed constants 20 % down and up: median error of the sampled rows that have it", ""]
+    lines = ["Assumed constants 20 % down and up: median error of sampled rows that have it", ""]
     for row in rows:
         lines.append(
             f"  {row['constant']:<48}{row['down']:>8.2f}{row['base']:>8.2f}{row['up']:>8.2f}"

@@ -168,7 +168,7 @@ def value_of(case: ReportedCase, found: Case, result: Estimate) -> float:
         # Megatron-LM counts every query against every key.
         setting = found.setting
         flops = model_flops_per_token(setting.model, setting.train.seq_len, causal=False)
-        return rate * flops.total_flops / 1e12
+        return float(rate * flops.total_flops / 1e12)
     if unit == "GPU-hours" and rule.tokens:
         return rule.tokens / rate / HOUR
     raise NotPredictable(f"the model does not predict {case.fields['expected'][:60]} [{unit}]")

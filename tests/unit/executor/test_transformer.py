@@ -21,7 +21,7 @@ from planner.layout import Layout  # noqa: E402
 from planner.operations import shard_of  # noqa: E402
 from planner.parameters import total_parameters  # noqa: E402
 from planner.presets_index import load_model  # noqa: E402
-from planner.runtime import load_runtime
+from planner.runtime import load_runtime  # noqa: E402
 from planner.specs import (  # noqa: E402
     AttentionSpec,
     LayerSpec,
