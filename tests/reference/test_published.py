@@ -43,7 +43,11 @@ MEMORY_LIMITS = {
     "nanotron_oldbench": (0.5, 4.0),
     "torchtitan": (2.6, 14.2),
 }
-RANK_LIMITS = {"vtrain_single": (0.93, 9.0), "vtrain_multi": (0.9, 0.5), "bloom": (0.83, 0.8)}  # Spearman, regret
+RANK_LIMITS = {
+    "vtrain_single": (0.93, 9.0),
+    "vtrain_multi": (0.9, 0.5),
+    "bloom": (0.83, 0.8),
+}  # Spearman, regret
 
 
 @lru_cache
