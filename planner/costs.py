@@ -311,7 +311,9 @@ def constant_addends(layout: Layout, params: RankParameters, setting: Setting) -
         size = (
             params.vocab * model.hidden_size / np.asarray(layout.tp) * element_sizes(setting).reduce
         )
-        stride = np.maximum(1, world // pp * np.maximum(pp - 1, 1))
+        # First and last stage: the two ends of the job, in one domain only if all of it is.
+        apart = np.maximum(1, world // pp * np.maximum(pp - 1, 1))
+        stride = np.where(world <= cluster.domain_gpus, 1, apart)
         pair = collective_s(cluster, "all_reduce", size, np.where(pp > 1, 2, 1), stride)
         tied = np.where(pp > 1, pair, 0.0)
     zeros = 0.0 * np.asarray(layout.tp)
