@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from executor.mesh import Meshes
 from executor.moe import Experts
-from executor.parallel import offload
+from executor.parallel import offload, tensor_parallel
 from planner.plan import Plan
 
 # Name of the option not to broadcast buffers before each forward, which torch has changed.
@@ -43,6 +43,8 @@ def apply(model: nn.Module, plan: Plan, meshes: Meshes) -> nn.Module:
     offload.apply(plan, meshes.device_type)
     if uses_ddp(plan):
         return replicate(model, meshes)
+    if not splits_backward(plan):
+        tensor_parallel.lend_leaves(model)
     return model
 
 
@@ -59,8 +61,13 @@ def uses_ddp(plan: Plan) -> bool:
         and layout.dp * layout.cp > 1
         and layout.tp == 1
         and layout.ep == 1
-        and not (layout.pp > 1 and plan.schedule in SPLITS_BACKWARD)
+        and not splits_backward(plan)
     )
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether the pipeline runs backward in two parts."""
+    return plan.layout.pp > 1 and plan.schedule in SPLITS_BACKWARD
 
 
 def replicate(model: nn.Module, meshes: Meshes) -> nn.Module:
@@ -143,6 +150,7 @@ def finish_gradients(modules: Sequence[nn.Module], plan: Plan, meshes: Meshes) -
     To be called once a step, after the last backward and before clipping.
     """
     for module in modules:
+        tensor_parallel.collect_leaves(module.parameters())
         sum_whole(module.parameters(), meshes)
         if uses_fsdp(plan) or isinstance(module, DistributedDataParallel):
             continue  # it has summed over replicas

@@ -12,7 +12,7 @@ References: Shoeybi2019; Korthikanti2022 section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from executor.parallel.collectives import GatherRows, KeptRows, ScatterSumRows
 from planner.errors import LayoutError
 from planner.plan import Plan
 
+LEAF = "lent_leaf"  # attribute of a parameter
 COLUMN, ROW = 0, 1  # dimension of a Linear's weight that is cut
 # Linears that grow from what all ranks hold, by their name in attention and feed-forward modules.
 COLUMNS = ("q", "k", "v", "kv", "gate", "up")
@@ -154,7 +155,41 @@ def local(parameter: Tensor | None) -> Any:
 
     Those of a whole parameter are this rank's addend, until `finish_gradients` sums them.
     """
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    leaf = getattr(parameter, LEAF, None)
+    return parameter.to_local() if leaf is None else leaf
+
+
+def lend_leaves(model: nn.Module) -> None:
+    """Give every DTensor parameter a plain leaf over the same memory, to compute with.
+
+    A DTensor's way from its shard and back costs more than a small product does. Not for FSDP,
+    which brings new parameters, nor for schedules that split backward, which look for the
+    parameters themselves in the graph.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            leaf = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
+            setattr(parameter, LEAF, leaf)
+
+
+def collect_leaves(parameters: Iterable[nn.Parameter]) -> None:
+    """Move the gradients of lent leaves to their parameters."""
+    for parameter in parameters:
+        leaf = getattr(parameter, LEAF, None)
+        if leaf is None or leaf.grad is None:
+            continue
+        grad = DTensor.from_local(
+            leaf.grad,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        leaf.grad = None
 
 
 def localize(module: nn.Module) -> None:
