@@ -245,8 +245,10 @@ def microbatches_allowed(table: Layout, s: Situation) -> Any:
     strict = [SCHEDULES.index(name) for name in s.runtime.microbatches_at_least_pp]
     mask = ~np.isin(code, strict) | (count >= pp)
     mask = mask & ((code != DUALPIPE) | (count >= 2 * pp))
-    unit = pp if s.runtime.interleaved_multiple else np.maximum(1, count // pp)
+    rounds = np.maximum(1, count // pp)
+    unit = pp if s.runtime.interleaved_multiple else rounds
     mask = mask & ((code != INTERLEAVED) | (count % unit == 0))
+    mask = mask & ((code != ZERO_BUBBLE) | (count % rounds == 0))
     return (pp == 1) | mask
 
 
@@ -260,7 +262,7 @@ def microbatches_refuse(layout: Layout, s: Situation) -> Refusal:
         rule = f"dualpipe needs at least 2 pp = {2 * pp}"
     elif count < pp and name in s.runtime.microbatches_at_least_pp:
         rule = f"it needs at least pp={pp} in runtime {s.runtime.name}, or the run hangs"
-    elif s.runtime.interleaved_multiple:
+    elif s.runtime.interleaved_multiple and name == "interleaved":
         rule = f"runtime {s.runtime.name} wants a multiple of pp={pp}"
     else:
         rule = f"they must divide into {max(1, count // pp)} equal rounds"

@@ -125,7 +125,9 @@ def state_bytes(
     zero, n = np.asarray(layout.zero), np.maximum(1, groups.shard)
     state = size.master + size.moments + size.step_grad
     optimizer = np.where(zero >= 1, state / n, state)
-    gradients = np.where(zero >= 2, size.grad / n, size.grad)
+    # Where ZeRO 2 reduces once a step, gradients add up unsharded until then.
+    whole = (zero == 2) & (2 not in runtime.reduce_every_microbatch)
+    gradients = np.where((zero >= 2) & ~whole, size.grad / n, size.grad)
     weights = np.where(zero >= 3, size.weight / n, size.weight)
     unsharded = np.zeros_like(weights)
     if runtime.weight_shard_is_master and size.master > 0:
