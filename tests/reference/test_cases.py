@@ -10,6 +10,8 @@ import pytest
 
 import shardwise
 from planner.layout import RECOMPUTE
+from reports.accuracy import report
+from reports.accuracy_text import case_lines
 from reports.case_rows import LENIENT, ready
 from reports.case_table import ReportedCase, case_rules, published_row, read_cases
 from reports.cases import AGREES_PERCENT, estimated, judge, judged_cases
@@ -143,6 +145,20 @@ def test_precision_of_a_report() -> None:
     wanted = {"T-063": "fp8", "T-082": "fp4", "M-001": "bf16", "T-083": "fp8"}
     for name, precision in wanted.items():
         assert published_row(case(name), {}).text("precision") == precision
+
+
+def test_no_disagreement_is_hidden() -> None:
+    text = "\n".join(case_lines(document()))
+    for row in document()["rows"]:
+        if row["judgement"] in ("differs", "borderline"):
+            assert f"  {row['id']} " in text
+    for reason in document()["skipped"]:
+        assert reason in text
+
+
+def test_the_report_of_the_shipped_table_has_the_cases() -> None:
+    assert report([], with_cases=True)["cases"]["counts"] == document()["counts"]
+    assert "cases" not in report([], with_cases=False)
 
 
 def test_the_command_shows_cases_of_the_shipped_table_alone(

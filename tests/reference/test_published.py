@@ -30,7 +30,7 @@ TIME_LIMITS = {
     "korthikanti": (2.5, 3.0),
     "llmfoundry": (6.1, 11.5),
     "megatron_bridge": (9.7, 17.5),
-    "nanotron_oldbench": (9.0, 50.0),
+    "nanotron_oldbench": (23.5, 50.0),
     "nemo_fw": (11.0, 17.8),
     "papers": (6.0, 6.5),
     "torchtitan": (10.5, 26.0),
