@@ -80,6 +80,13 @@ def check(plan: Plan) -> None:
             values={"precision": plan.train.precision},
             legal={"precision": ["fp32", "bf16"]},
         )
+    if plan.train.lora is not None:
+        raise LayoutError(
+            f"LoRA of rank {plan.train.lora.rank} is planned but not run here; legal here: a plan "
+            "without adapters, which trains every parameter",
+            values={"lora": plan.train.lora.rank},
+            legal={"lora": [None]},
+        )
     rows = plan.train.seq_len
     pieces = layout.cp * (2 if layout.cp > 1 and layout.cp_kind == 0 else 1)
     if rows % pieces or (rows // layout.cp) % layout.tp:
