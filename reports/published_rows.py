@@ -94,6 +94,7 @@ def _case(
     )
     flash = row.flag("flash_attention")
     plain = flash is False or row.says("notes", "unfused attention backend")
+    plain = plain or any(f"_{test}_H100" in row.text("id") for test in rule.unfused)
     kernel = UNFUSED if plain else attention_kernel(cluster, runtime, None)
     setting = Setting(
         model,

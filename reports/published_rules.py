@@ -23,6 +23,7 @@ class SourceRule:
     memory: str = "device"  # device | reserved | allocated
     ranks: str = "all"  # all | first | last | ends
     blocking_launch_factor: float = 0.0  # CUDA_LAUNCH_BLOCKING=1 in the run script
+    unfused: tuple[str, ...] = ()  # parts of ids whose runs attend without a fused kernel
     vocab: int = 0  # of the tokenizer that the source names, where its rows leave it out
     composed: str = ""  # why its times are a composition, and so count in no pooled error
     changes: Mapping[str, float] = field(default_factory=dict)  # facts of the cluster
