@@ -323,12 +323,12 @@ def add_host(costs: LayerCosts, kind: LayerSpec, layout: Layout, setting: Settin
             layout,
             setting,
         )
-        skew = runtime.moe_drains * runtime.moe_drain_s
+        skew = runtime.moe_drains * runtime.moe_drain_s / 2
     for phase, part in (("forward", costs.forward_s), ("backward", costs.backward_s)):
         wait = np.maximum(0.0, each * count[phase] - sum(part.values()))
         if phase == "forward":
-            wait = np.maximum(wait, drained) + skew
-        add(part, "launch", blocking * each * count[phase] if blocking else wait)
+            wait = np.maximum(wait, drained)
+        add(part, "launch", blocking * each * count[phase] if blocking else wait + skew)
     costs.recompute_s[2] = (
         costs.recompute_s[2] + blocking * again
         if blocking

@@ -130,7 +130,7 @@ class Runtime:
         Times per MoE layer and forward that the host waits for the device (split sizes of a
         dropless dispatch), so that the launch queue is empty.
     moe_drain_s
-        Time that each such wait costs beyond the launches of its layer.
+        Time that each such wait costs beyond the launches of its layer, forward and backward alike.
     route_bytes
         Bytes per routed token that go by an exchange of their own (probabilities); 0: none, and no
         exchange of counts.
