@@ -13,8 +13,8 @@ from reports.targets import memory_target, targets, time_targets
 
 Rows = Sequence[Mapping[str, Any]]
 FITTED = (
-    "No constant is fitted to them but one: `moe_drain_s`, a wait in MoE layers that no measurement "
-    "backs, was first set on rows of this table."
+    "No constant is fitted to them but one: `moe_drain_s`, a wait in MoE layers that no "
+    "measurement backs, was first set on rows of this table."
 )
 TOP = 10  # constants shown of those that move errors
 PARTS = {
