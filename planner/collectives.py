@@ -33,6 +33,9 @@ PEER_S = 1.4e-6
 # Assumed: NCCL's own model gives trees at most 0.92 of the ring's rate, and the two-node rate
 # without switch reduction does not beat the ring (a100_hdr_2node), so long messages take the ring.
 TREE_RATE = 0.85
+# The LL protocol that NCCL takes for short messages: base and hop of a ring over the network,
+# and a flag word beside every word of data (nccl-tuner).
+LL_BASE_S, LL_HOP_S, LL_BYTES = 6.6e-6, 2.7e-6, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +182,19 @@ def _inside(cluster: Cluster, op: str, q: Array, local: Array) -> Array:
 
 
 def _ring(cluster: Cluster, q: Array, g: Group, passes: float) -> Array:
-    """Ring over all ranks: base + h ((n-d) a_up + (d-1) a_out + (n-1)/n q / min(B_up, B_out))."""
-    hops = (g.size - g.domains) * cluster.scale_up.latency_s + (g.domains - 1.0) * g.hop_s
-    rate = np.minimum(g.in_rate, g.out_rate)
-    moved = (g.size - 1.0) / g.size * q / rate
-    seconds: Array = cluster.scale_out.base_latency_s + passes * (hops + moved)
+    """Ring over all ranks: base + h ((n-d) a_up + (d-1) a_out + (n-1)/n q / min(B_up, B_out)).
+
+    The faster of two protocols: that of long messages, and LL of less latency and twice the bytes.
+    """
+    link = cluster.scale_out
+    inside = (g.size - g.domains) * cluster.scale_up.latency_s
+    moved = (g.size - 1.0) / g.size * q / np.minimum(g.in_rate, g.out_rate)
+    short_hop = g.hop_s - max(0.0, link.latency_s - LL_HOP_S)
+    long = link.base_latency_s + passes * (inside + (g.domains - 1.0) * g.hop_s + moved)
+    short = min(link.base_latency_s, LL_BASE_S) + passes * (
+        inside + (g.domains - 1.0) * short_hop + LL_BYTES * moved
+    )
+    seconds: Array = np.minimum(long, short)
     return seconds
 
 

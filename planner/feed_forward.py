@@ -88,6 +88,34 @@ def routed_rows(moe: MoeSpec, x: Shard) -> tuple[Any, Any]:
     return rows, moe.num_experts / np.asarray(x.ep)
 
 
+def row_operations(moe: MoeSpec, inside: int, rows: Any, local: Any, x: Shard) -> list[Operation]:
+    """Passes over the rows of this rank's experts, beside products and activation.
+
+    Order by local expert (not with a single one), padding of groups for fp8, the bias of the second
+    product weighed by probabilities, clamps of the activation's input with what they keep.
+    """
+    scale = x.element_bytes / 2
+    fan = (2 if moe.gated else 1) * moe.intermediate_size / np.asarray(x.etp)
+    several = np.where(np.asarray(local) > 1, 1.0, 0.0)
+    passes = (
+        ("expert_sort", inside * several, 0.0, ("moe",)),
+        ("expert_padding", inside * float(x.quantized), 0.0, ("moe",)),
+        ("expert_bias", inside * float(moe.expert_bias), 0.0, ("moe",)),
+        ("clamp", fan / 2 * float(moe.clamped), x.element_bytes, ("moe_activation", "moe")),
+    )
+    return [
+        Operation(
+            name,
+            "memory_bound",
+            forward_bytes=x.passes[f"{name}_forward"] * scale * rows * width,
+            backward_bytes=x.passes[f"{name}_backward"] * scale * rows * width,
+            kept_bytes=2 * kept * rows * width if x.passes[f"{name}_forward"] else 0.0 * rows,
+            modules=modules,
+        )
+        for name, width, kept, modules in passes
+    ]
+
+
 def moe_operations(model: ModelSpec, moe: MoeSpec, x: Shard, frozen: bool) -> list[Operation]:
     """Router, permutation, grouped expert products, un-permutation, shared experts.
 
@@ -126,6 +154,7 @@ def moe_operations(model: ModelSpec, moe: MoeSpec, x: Shard, frozen: bool) -> li
             modules=("moe",),
         ),
     ]
+    ops += [op for op in row_operations(moe, inside, rows, local, x) if np.any(op.forward_bytes)]
     if moe.latent_size:
         ops.append(
             linear(

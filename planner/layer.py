@@ -16,7 +16,8 @@ import numpy as np
 from planner.collectives import collective_s
 from planner.contention import contention_s
 from planner.feed_forward import moe_operations
-from planner.flops import layer_operations, unfused_softmax
+from planner.flops import layer_operations
+from planner.host import PHASES, drained_wait_s, layer_launches
 from planner.layout import RECOMPUTE, Layout
 from planner.operation_time import operation_s
 from planner.operations import Operation, shard_of
@@ -261,8 +262,17 @@ def moe_part(
         layout.etp,
         x.element_bytes,
         train.router_imbalance,
+        runtime.route_bytes,
     )
-    add_comm(costs, ops, "expert_parallel", runtime.ep_overlap_fraction, layout, setting, compute)
+    fraction = runtime.ep_overlap_fraction
+    if not fraction and runtime.shared_expert_overlap:
+        # The shared experts run on a stream of their own, beside dispatch and combine alone.
+        fraction = runtime.shared_expert_overlap
+        shared = {"forward": costs.forward_s, "backward": costs.backward_s}
+        compute = {phase: part.get("mlp_gemm", 0.0) for phase, part in shared.items()}
+        add_comm(costs, ops[:2], "expert_parallel", fraction, layout, setting, compute)
+        ops, fraction = ops[2:], 0.0
+    add_comm(costs, ops, "expert_parallel", fraction, layout, setting, compute)
     return costs
 
 
@@ -292,37 +302,37 @@ def merged(first: LayerCosts, second: LayerCosts) -> LayerCosts:
 def add_host(costs: LayerCosts, kind: LayerSpec, layout: Layout, setting: Setting) -> None:
     """Time that the GPU waits for the host: forward and backward each last max(GPU, launches).
 
-    host = launches * time per launch. A dropless MoE layer also waits for its split sizes, which
-    drains the queue, so that time adds. Where every launch blocks until its kernel has run
-    (CUDA_LAUNCH_BLOCKING), nothing overlaps and the factor of the runtime multiplies.
+    host = launches * time per launch. Where a dropless MoE layer reads its split sizes, the queue
+    is empty and launches cannot hide behind the layers before (`planner.host`); a runtime that
+    overlaps the exchange has another micro-batch's kernels queued. Where every launch blocks until
+    its kernel has run (CUDA_LAUNCH_BLOCKING), nothing overlaps and the runtime's factor multiplies.
     """
     runtime, each = setting.runtime, setting.cluster.device.host_launch_s
-    name = "moe" if kind.moe is not None else "dense"
-    tp = np.asarray(layout.tp)
-    tensor = np.where(tp > 1, 1.0, 0.0)
-    sync = runtime.moe_host_sync_s if kind.moe is not None else 0.0
-    slow = 0.0
-    if not setting.flash:
-        heads = kind.attention.num_attention_heads / tp
-        slow = unfused_softmax(layout.micro_batch, heads) * 1.0
-    host = {
-        phase: each
-        * (
-            runtime.launches[f"{name}_{phase}"]
-            + tensor * runtime.launches[f"tp_{phase}"]
-            + slow * runtime.launches[f"softmax_{phase}"]
-        )
-        for phase in ("forward", "backward")
-    }
-    again = host["forward"] + runtime.launches["recompute"] * each
+    count = {phase: layer_launches(kind, layout, setting, phase) for phase in PHASES}
+    again = each * (count["forward"] + runtime.launches["recompute"])
     blocking = runtime.blocking_launch_factor
+    drained: Any = 0.0
+    skew = 0.0
+    if kind.moe is not None and runtime.moe_drains and not runtime.ep_overlap_fraction:
+        drained = runtime.moe_drains * drained_wait_s(
+            kind.moe,
+            count["forward"],
+            costs.forward_total_s,
+            costs.forward_s["expert_gemm"],
+            costs.forward_s.get("expert_parallel", 0.0),
+            layout,
+            setting,
+        )
+        skew = runtime.moe_drains * runtime.moe_drain_s / 2
     for phase, part in (("forward", costs.forward_s), ("backward", costs.backward_s)):
-        wait = np.maximum(0.0, host[phase] - sum(part.values()))
-        add(part, "launch", (blocking * host[phase] if blocking else wait) + sync / 2)
+        wait = np.maximum(0.0, each * count[phase] - sum(part.values()))
+        if phase == "forward":
+            wait = np.maximum(wait, drained)
+        add(part, "launch", blocking * each * count[phase] if blocking else wait + skew)
     costs.recompute_s[2] = (
         costs.recompute_s[2] + blocking * again
         if blocking
-        else np.maximum(costs.recompute_s[2], again)
+        else np.maximum(costs.recompute_s[2] + drained, again) + skew
     )
 
 

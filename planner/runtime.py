@@ -126,8 +126,16 @@ class Runtime:
     blocking_launch_factor
         Host time of a launch that waits for its kernel (CUDA_LAUNCH_BLOCKING=1), in launches that
         do not wait; 0: launches do not wait.
-    moe_host_sync_s
-        Host time per MoE layer and micro-batch spent waiting for split sizes.
+    moe_drains
+        Times per MoE layer and forward that the host waits for the device (split sizes of a
+        dropless dispatch), so that the launch queue is empty.
+    moe_drain_s
+        Time that each such wait costs beyond the launches of its layer, forward and backward alike.
+    route_bytes
+        Bytes per routed token that go by an exchange of their own (probabilities); 0: none, and no
+        exchange of counts.
+    shared_expert_overlap
+        Share of dispatch and combine that may hide beside the shared experts.
     attention_kernels
         Preferred attention kernel by device architecture.
     step_bytes_full, step_bytes_owned
@@ -197,7 +205,10 @@ class Runtime:
     accumulate_bytes: float
     gather_copy_bytes: float
     reduce_copy_bytes: float
-    moe_host_sync_s: float
+    moe_drains: float
+    moe_drain_s: float
+    route_bytes: float
+    shared_expert_overlap: float
     step_bytes_full: float
     step_bytes_owned: float
     ulysses_kv_replication: bool = False

@@ -80,6 +80,7 @@ class MoeSpec:
     shared_gate: bool = False  # a sigmoid gate per token on the shared expert (Qwen2-MoE)
     router_bias: bool = False  # a trained bias vector, one value an expert
     expert_bias: bool = False
+    clamped: bool = False  # inputs of the activation are clamped (gpt-oss)
     aux_free_bias: bool = False  # DeepSeek-V3 correction bias: a buffer, not a counted parameter
     latent_size: int = 0  # width at which routed experts work (Nemotron-3; 0: hidden_size)
 

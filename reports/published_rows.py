@@ -18,7 +18,7 @@ from planner.runtime import Runtime
 from planner.setting import Setting
 from planner.specs import ModelSpec, TrainSpec
 from reports.published_models import model_of
-from reports.published_rules import SourceRule, rule_of, runtime_of, seen_by_allocator
+from reports.published_rules import SourceRule, recipe_of, rule_of, runtime_of, seen_by_allocator
 from reports.published_table import MissingField, NotPredictable, PublishedRow
 
 OPTIMIZERS = {"decoupled_adamw": "adamw", "adamw": "adamw", "cpu adamw": "adamw"}
@@ -64,6 +64,10 @@ def case_of(
         With the reason that goes into the column `skipped_reason`.
     """
     rule = rule or rule_of(row.source)
+    if row.source == "megatron_ci" and row.says("id", "fine_grained_offloading"):
+        raise NotPredictable(
+            "it offloads the activations of some modules, which no policy here does"
+        )
     try:
         return _case(row, rule, vpp_elsewhere, model)
     except ShardwiseError as error:
@@ -76,7 +80,7 @@ def _case(
     vpp_elsewhere: Mapping[tuple[str, int, int], int],
     model: ModelSpec | None,
 ) -> Case:
-    model = model or model_of(row, rule.model, rule.heads)
+    model = model or model_of(row, rule)
     cluster = cluster_of(row, rule)
     runtime = row_runtime(row, rule)
     vpp = vpp_of(row, vpp_elsewhere)
@@ -85,11 +89,12 @@ def _case(
         global_batch_size=batch,
         seq_len=row.needed("seq_len", "2048"),
         precision=precision_of(row),
-        optimizer=OPTIMIZERS.get(row.text("optimizer").lower(), "adam"),
+        optimizer=optimizer_of(row),
         runtime=runtime.name,
     )
     flash = row.flag("flash_attention")
     plain = flash is False or row.says("notes", "unfused attention backend")
+    plain = plain or any(f"_{test}_H100" in row.text("id") for test in rule.unfused)
     kernel = UNFUSED if plain else attention_kernel(cluster, runtime, None)
     setting = Setting(
         model,
@@ -142,20 +147,32 @@ def row_runtime(row: PublishedRow, rule: SourceRule) -> Runtime:
         name = "torchtitan-eager"
     elif source == "torchtitan" and "async tp" in note:
         name = "torchtitan-async-tp"
-    elif source == "megatron_bridge" and row.text("model_name").startswith("Qwen3_235B"):
-        name = "nemo-ep-overlap"
     elif source in ("papers", "megatron_lm_readme") and row.says("gpu", "h100"):
         name = "megatron-core"
     elif source in ("korthikanti", "megatron_ci") and row.flag("sequence_parallel") is False:
         name = f"{name}-no-sp"
+    recipe = recipe_of(row)
+    if recipe is not None and recipe.runtime:
+        name = recipe.runtime
     runtime = runtime_of(name)
     if rule.blocking_launch_factor:
         runtime = replace(runtime, blocking_launch_factor=rule.blocking_launch_factor)
-    found = re.search(r"selective modules: (\S+);", row.text("notes"))
+    words: tuple[str, ...] = ()
+    found = re.search(r"(?:selective|recompute) modules:? (\S+);", row.text("notes"))
     if found and row.text("recompute") == "selective":
-        words = found.group(1).split("+")
-        runtime = replace(runtime, selective_modules=tuple(MODULES[w] for w in words))
+        words = tuple(found.group(1).split("+"))
+    elif recipe is not None and row.text("recompute") in ("", "selective"):
+        words = recipe.modules
+    if words:
+        runtime = replace(runtime, selective_modules=tuple(MODULES[word] for word in words))
     return runtime
+
+
+def optimizer_of(row: PublishedRow) -> str:
+    recipe = recipe_of(row)
+    if recipe is not None and recipe.optimizer:
+        return recipe.optimizer
+    return OPTIMIZERS.get(row.text("optimizer").lower(), "adam")
 
 
 def precision_of(row: PublishedRow) -> str:
@@ -189,21 +206,25 @@ def layout_of(row: PublishedRow, vpp: int) -> tuple[Layout, int, bool]:
     zero = row.count("zero_stage")
     if zero is None:
         raise MissingField("zero_stage", "1")
+    recipe = recipe_of(row)
     micro = row.count("micro_batch")
+    if recipe is not None and recipe.micro_batch:
+        micro = recipe.micro_batch
     batch = row.count("global_batch")
     if micro is None and row.source == "torchtitan" and pp > 1 and batch:
         # torchtitan's default at the time: as many micro-batches as there are stages.
         micro = max(1, batch // (dp * pp * vpp))
     if micro is None:
         raise MissingField("micro_batch", "1")
-    timed = batch is not None
+    # Tests of numerics in deterministic mode say of themselves that their times mean nothing.
+    timed = batch is not None and not row.says("notes", "use for memory only")
     if batch is None:
         batch = micro * dp
     if batch % (micro * dp):
         raise NotPredictable(
             f"global_batch={batch} is not a multiple of micro_batch x dp = {micro} x {dp}"
         )
-    policy = row.text("recompute") or "none"
+    policy = row.text("recompute") or (recipe.recompute if recipe else "") or "none"
     if policy not in RECOMPUTE:
         raise NotPredictable(f"recompute is {policy!r}, and must be one of {', '.join(RECOMPUTE)}")
     layout = Layout(

@@ -10,7 +10,7 @@ from typing import Any
 
 from hwprofiles.profile import Fact
 from planner.runtime import Runtime, load_runtime
-from reports.published_table import VALIDATION_DIR, NotPredictable
+from reports.published_table import VALIDATION_DIR, NotPredictable, PublishedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class SourceRule:
     memory: str = "device"  # device | reserved | allocated
     ranks: str = "all"  # all | first | last | ends
     blocking_launch_factor: float = 0.0  # CUDA_LAUNCH_BLOCKING=1 in the run script
+    unfused: tuple[str, ...] = ()  # parts of ids whose runs attend without a fused kernel
+    vocab: int = 0  # of the tokenizer that the source names, where its rows leave it out
     composed: str = ""  # why its times are a composition, and so count in no pooled error
     changes: Mapping[str, float] = field(default_factory=dict)  # facts of the cluster
     heads: Mapping[str, int] = field(
@@ -42,6 +44,43 @@ def rule_of(source: str) -> SourceRule:
     if source not in known:
         raise NotPredictable(f"source_key {source[:40]!r} has no rule that names its runtime")
     return SourceRule(**known[source])
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a source's recipe says of a model beyond the columns of its rows."""
+
+    source: str
+    model: str
+    read: str
+    id: str = ""
+    runtime: str = ""
+    recompute: str = ""
+    modules: tuple[str, ...] = ()
+    optimizer: str = ""
+    micro_batch: int = 0
+
+
+@lru_cache
+def recipes() -> tuple[Recipe, ...]:
+    """Recipes in the order of the file; a later one is more special."""
+    entries: list[dict[str, Any]] = rules()["recipes"]
+    return tuple(
+        Recipe(**{**entry, "modules": tuple(entry.get("modules", ()))}) for entry in entries
+    )
+
+
+def recipe_of(row: PublishedRow) -> Recipe | None:
+    """The most special recipe of a row's source and model, if one is known."""
+    found = None
+    for recipe in recipes():
+        if (
+            recipe.source == row.source
+            and row.text("model_name").startswith(recipe.model)
+            and recipe.id in row.text("id")
+        ):
+            found = recipe
+    return found
 
 
 def composed_sources() -> dict[str, str]:

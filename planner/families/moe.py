@@ -88,6 +88,7 @@ def read_gpt_oss(fields: Fields) -> Parts:
         width="intermediate_size",
         router_bias=True,
         expert_bias=True,
+        clamped=True,
     )
     bias = fields.flag("attention_bias", default=True)
     attention = read_gqa(

@@ -29,7 +29,8 @@ TIME_LIMITS = {
     "fms_fsdp": (7.8, 11.0),
     "korthikanti": (2.5, 3.0),
     "llmfoundry": (6.1, 11.5),
-    "megatron_bridge": (9.7, 17.5),
+    "bridge_skills": (33.5, 36.5),
+    "megatron_bridge": (4.2, 19.5),  # p90: Qwen3, whose exchange takes longer
     "nanotron_oldbench": (23.5, 50.0),
     "nemo_fw": (11.0, 17.8),
     "papers": (6.0, 6.5),
@@ -39,6 +40,8 @@ TIME_LIMITS = {
 }
 MEMORY_LIMITS = {
     "bloom": (7.5, 13.3),
+    "bridge_skills": (9.8, 11.5),
+    "megatron_ci": (9.8, 19.0),
     "ml_engineering": (4.8, 16.5),
     "nanotron_oldbench": (0.5, 4.0),
     "torchtitan": (2.6, 14.2),
