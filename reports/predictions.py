@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from planner.errors import ShardwiseError
 from planner.estimate import estimate_stages
+from planner.halves import in_halves
 from planner.results import Estimate
 from reports.published_rows import Case, case_of, vpp_by_run
 from reports.published_table import MissingField, NotPredictable, PublishedRow
@@ -46,35 +48,44 @@ def percent(predicted: float | None, measured: float | None) -> float | None:
 
 
 def predictions(rows: Sequence[PublishedRow]) -> list[Prediction]:
-    """Predict every row, in order."""
+    """Predict every row, in order; half of them in a second process where there is one to spare."""
     elsewhere = vpp_by_run(tuple(rows))
-    found = []
+    found: list[Prediction | Case] = []
     for row in rows:
         try:
-            case = case_of(row, elsewhere)
+            found.append(case_of(row, elsewhere))
         except (MissingField, NotPredictable) as reason:
             found.append(Prediction(row, str(reason)))
-            continue
-        found.append(predict(case))
-    return found
+    cases = [one for one in found if isinstance(one, Case)]
+    done = iter(in_halves(lambda some: [values_of(case) for case in some], cases))
+    return [prediction_of(one, next(done)) if isinstance(one, Case) else one for one in found]
 
 
 def predict(case: Case) -> Prediction:
     """Time, and the memory of the rank that the source measured."""
+    return prediction_of(case, values_of(case))
+
+
+def values_of(case: Case) -> dict[str, Any]:
+    """What `Prediction` holds of a case, as plain values."""
     try:
         result = estimate_stages(case.layout, case.stages, case.setting, bounds=False)
     except ShardwiseError as error:
-        return Prediction(case.row, str(error))
+        return {"skipped_reason": str(error)}
     memory = measured_rank(result, case.ranks)
-    return Prediction(
-        case.row,
-        step_time_s=result.step_time_s if case.timed else None,
-        tokens_per_s_per_gpu=result.tokens_per_s_per_gpu if case.timed else None,
-        peak_memory_gib=sum(memory.values()),
-        breakdown_s=dict(result.breakdown_s),
-        memory_gib=memory,
-        case=case,
-    )
+    return {
+        "step_time_s": float(result.step_time_s) if case.timed else None,
+        "tokens_per_s_per_gpu": float(result.tokens_per_s_per_gpu) if case.timed else None,
+        "peak_memory_gib": sum(memory.values()),
+        "breakdown_s": {name: float(value) for name, value in result.breakdown_s.items()},
+        "memory_gib": memory,
+    }
+
+
+def prediction_of(case: Case, values: dict[str, Any]) -> Prediction:
+    """The prediction of a case; one that was refused keeps the reason alone."""
+    refused = "skipped_reason" in values
+    return Prediction(case.row, **values, case=None if refused else case)
 
 
 def measured_rank(result: Estimate, ranks: str) -> dict[str, float]:
@@ -85,4 +96,4 @@ def measured_rank(result: Estimate, ranks: str) -> dict[str, float]:
     elif ranks == "ends":
         stages = [stages[0], stages[-1]]
     fullest = max(stages, key=lambda items: sum(items.values()))
-    return {name: value / GIB for name, value in fullest.items()}
+    return {name: float(value) / GIB for name, value in fullest.items()}

@@ -22,7 +22,11 @@ NVME = tuple(i for i, name in enumerate(OFFLOADS) if name.endswith("nvme"))
 
 def is_one_of(codes: Any, wanted: tuple[int, ...]) -> Any:
     """Mask of layouts whose offload code is among `wanted`."""
-    return np.isin(np.asarray(codes), wanted)
+    codes = np.asarray(codes)
+    mask = np.zeros(codes.shape, dtype=bool)
+    for code in wanted:
+        mask = mask | (codes == code)
+    return mask
 
 
 def step_s(
