@@ -125,14 +125,15 @@ def state_bytes(
     zero, n = np.asarray(layout.zero), np.maximum(1, groups.shard)
     state = size.master + size.moments + size.step_grad
     optimizer = np.where(zero >= 1, state / n, state)
-    # Where ZeRO 2 reduces once a step, gradients add up unsharded until then.
-    whole = (zero == 2) & (2 not in runtime.reduce_every_microbatch)
-    gradients = np.where((zero >= 2) & ~whole, size.grad / n, size.grad)
+    gradients = np.where(zero >= 2, size.grad / n, size.grad)
     weights = np.where(zero >= 3, size.weight / n, size.weight)
     unsharded = np.zeros_like(weights)
     if runtime.weight_shard_is_master and size.master > 0:
         unsharded = np.where(zero == 2, size.weight, 0.0)
         weights = np.where(zero >= 2, 0.0, weights)
+    if 2 not in runtime.reduce_every_microbatch:
+        # Reduced once a step, gradients add up unsharded until then.
+        unsharded = np.where(zero == 2, unsharded + size.reduce, unsharded)
     if runtime.zero3_pp_keeps_stage:
         keeps = (zero >= 2) & (np.asarray(layout.pp) > 1)
         unsharded = np.where(keeps, size.weight + size.reduce, unsharded)
