@@ -10,6 +10,7 @@ from planner.errors import DoesNotFit, LayoutError, ShardwiseError
 from planner.forms import layout_document
 from planner.layout_text import format_layout
 from planner.legality import check_fixed
+from planner.memory import may_hold
 from planner.parallel.offload import NVME
 from planner.provider import ModelProvider
 from planner.search.found import Found
@@ -103,8 +104,10 @@ def least_gpus_of(
 ) -> LeastGpus:
     """The least number of GPUs on which some layout fits, found by searching."""
 
-    def provider(num_gpus: int) -> ModelProvider:
-        return ModelProvider(replace(setting, num_gpus=num_gpus), fixed, bounded)
+    def provider(num_gpus: int) -> ModelProvider | None:
+        one = ModelProvider(replace(setting, num_gpus=num_gpus), fixed, bounded)
+        values = one.space().values
+        return one if may_hold(one.setting, values["zero"], values["offload"]) else None
 
     return least_gpus(provider, step=setting.cluster.gpus_per_node, most=most_gpus(setting))
 

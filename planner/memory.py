@@ -5,6 +5,7 @@ References: Korthikanti2022; Rajbhandari2020; the runtime files for buffers and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from planner.layout import Layout
 from planner.lora import adapter_parameters
-from planner.parallel import data_parallel
+from planner.parallel import data_parallel, offload
 from planner.parallel.data_parallel import ElementBytes, Groups
 from planner.parameters import (
     embedding_parameters,
@@ -161,6 +162,38 @@ def element_sizes(setting: Setting) -> ElementBytes:
         train.optimizer,
         train.lora is not None and train.lora.quantized,
     )
+
+
+def may_hold(setting: Setting, zero_stages: Sequence[int], offloads: Sequence[int]) -> bool:
+    """Whether the devices and hosts of a job have room to keep the state of its layers once.
+
+    Necessary, not enough: each parameter of a layer is kept at least once in the whole job, so that
+    some GPU keeps at least P bytes_per_parameter / num_gpus; with offload the same holds of its
+    share of host memory. What gathers, activations and copies need comes on top.
+    """
+    if setting.train.lora is not None:
+        return True
+    size, cluster = element_sizes(setting), setting.cluster
+    params = rank_parameters(Layout(), setting)
+    count = [setting.model.layer_kinds.count(k) for k in range(len(setting.model.kinds))]
+    whole = sum(
+        n * float(np.max(dense + expert))
+        for n, dense, expert in zip(count, params.dense, params.expert, strict=True)
+    )
+    share = whole / setting.num_gpus
+    room = cluster.device.memory_bytes * (1.0 - setting.train.memory_margin_fraction)
+    host_room = cluster.host_memory_bytes / setting.gpus_on_node
+    for zero in zero_stages:
+        for code in offloads:
+            layout = Layout(zero=zero, offload=code)
+            groups = data_parallel.dense_groups(layout)
+            kept = data_parallel.state_bytes(layout, groups, size, setting.runtime)
+            device = sum(float(kept[name]) for name in ("weights", "gradients", "optimizer"))
+            away = float(data_parallel.host_bytes(layout, groups, size))
+            limited = cluster.host_memory_bytes > 0 and code not in offload.NVME
+            if share * device <= room and (not limited or share * away <= host_room):
+                return True
+    return False
 
 
 def communicators(layout: Layout) -> Any:

@@ -9,18 +9,21 @@ has a mixed integer program over the best few layouts (`planner.search.ilp`), wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from planner.halves import in_halves
 from planner.layout import Layout
 from planner.search.best_first import BestFirst
 from planner.search.candidates import candidates, restrict
 from planner.search.found import Found
 from planner.search.nearest import nearest_row
 from planner.search.provider import CostProvider
+
+TOGETHER = 8  # numbers of GPUs that `least_gpus` tries at a time
 
 
 def search(
@@ -153,6 +156,17 @@ def least_gpus(
     """
     known: dict[int, bool] = {}
 
+    def first_of(numbers: Sequence[int]) -> int | None:
+        """The least of these that fits; they are tried on two cores, a few at a time."""
+        for start in range(0, len(numbers), TOGETHER):
+            some = numbers[start : start + TOGETHER]
+            results = in_halves(lambda part: [fit(n * step) for n in part], some)
+            known.update({n * step: done for n, done in zip(some, results, strict=True)})
+            for number, done in zip(some, results, strict=True):
+                if done:
+                    return number * step
+        return None
+
     def fit(number: int) -> bool:
         if number not in known:
             provider = make_provider(number)
@@ -165,15 +179,15 @@ def least_gpus(
         low, high = high, min(2 * high, most // step)
         if high <= low:
             left = [n for n in range(first, low) if n * step not in known]
-            for number in left[:most_checks]:
-                if fit(number * step):
-                    return LeastGpus(number * step, True, len(known))
+            found = first_of(left[:most_checks])
+            if found is not None:
+                return LeastGpus(found, True, len(known))
             return LeastGpus(None, len(left) <= most_checks, len(known))
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fit(middle * step) else (middle, high)
     left = [n for n in range(first, high) if n * step not in known]
-    for number in left[:most_checks]:
-        if fit(number * step):
-            return LeastGpus(number * step, True, len(known))
+    found = first_of(left[:most_checks])
+    if found is not None:
+        return LeastGpus(found, True, len(known))
     return LeastGpus(high * step, len(left) <= most_checks, len(known))
