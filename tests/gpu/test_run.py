@@ -57,7 +57,7 @@ def test_half_precision_follows_full_precision() -> None:
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2", "cp=2"])
 def test_two_gpus_are_one(layout: str) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip("each of its two ranks needs a GPU of its own: NCCL refuses to share one")
     assert losses(layout, 2, "fp32", "cuda") == pytest.approx(
         losses("dp=1", 1, "fp32", "cuda"), abs=1e-3
     )
