@@ -15,7 +15,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    missing = pytest.mark.skip(reason="compares results on a CUDA device, and torch finds none on this machine")
+    missing = pytest.mark.skip(
+        reason="compares results on a CUDA device, and torch finds none on this machine"
+    )
     for item in own:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
